@@ -3,7 +3,8 @@
     python -m benchmarks.analyze [--check]
 
 Megatron as most runs have it (attention across documents), with documents apart (a ring per document), the paper's
-scheme and --wlb by its defaults, all with --tp-comm-overlap; `overlap_gain` is the time without it over the time with.
+scheme and --wlb by its defaults, all with --tp-comm-overlap; `overlap_gain` is the time without it over the time with,
+`delay` and `layouts` what these would bring.
 Writes benchmarks/results/analyze.json, in about two minutes; its only measurement is how long a report takes.
 """
 
@@ -57,14 +58,14 @@ def main() -> None:
     rows: list[Row] = []
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
-        write_index(Path(folder, "f2.idx"), f2(DOCUMENTS, seed=0) + 1)
+        write_index(Path(folder, "f2.idx"), f2(DOCUMENTS, seed=0))
         for name, job in JOBS.items():
             report, took = analysed(job, Path(folder))
             seconds.append(took)
             layout = {key: report["job"]["parallel"][key] for key in ("tp", "cp", "pp", "vpp", "dp")}
             shared = {"job": name, **layout, "windows": report["job"]["global_batch_size"]}
             shared |= {"limit": report["limit"]["speedup"], "flags": report["flags"], "headline": report["headline"]}
-            shared |= {"readings": report["readings"]}
+            shared |= {name: report[name] for name in ("readings", "delay", "layouts")}
             thd = report["schemes"]["thd"]["speedup"]
             without = analysed(job, Path(folder), overlap=False)[0] if job.endswith(".sbatch") else report
             for scheme, numbers in report["schemes"].items():

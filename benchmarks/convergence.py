@@ -1,13 +1,13 @@
-"""Does a model come out the same under every packing policy? The same GPT on the same text, policy by policy.
+"""Does a model come out the same if documents may wait? The same GPT on the same text, policy by policy.
 
     python -m benchmarks.convergence [--quick] [--seeds 8] [--jobs 2] [--logs FOLDER] [--report]
 
 One process trains all micro-batches of a step and sums their gradients, as any layout does
-(`tests/benchmarks/test_convergence.py` compares it with Megatron on 4 processes): only packing differs. Model, text,
-trained tokens and learning rate over tokens are equal; a seed draws the weights and the order of documents. All runs of
-a seed continue from one model, trained in the original order until it is past the chaos of its first steps. The control
-`original-shuffled` changes nothing but the order of documents, so its gain or loss is noise. `wlb-even` and
-`adaptive-uneven` regroup the micro-batches of their policies, and swap how much steps vary in tokens.
+(`tests/benchmarks/test_convergence.py` compares it with Megatron on 4 processes): only the steps in which pieces of
+documents run differ. Model, text, windows, trained tokens and learning rate over tokens are equal; a seed draws the
+weights and the order of documents. All runs of a seed continue from one model, trained in the original order until it
+is past the chaos of its first steps. The control `original-shuffled` changes nothing but the order of documents, so its
+gain or loss is noise. Packing that lets nothing wait, as adaptive packing by default, has the gradients of `original`.
 
 A run is one file in the folder of logs (benchmarks/results/convergence by default, POLICY-SEED.json). A finished run is
 kept, one that was killed is done again. At the end, or with --report alone, benchmarks/results/convergence.json and
@@ -16,13 +16,12 @@ A run takes about a quarter of an hour on a calm core; --quick takes minutes.
 """
 
 import copy
-import itertools
 import json
 import math
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,20 +36,22 @@ from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
 from benchmarks.corpus import load
 from benchmarks.results import ROOT, Row
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.job import Job, Parallel
+from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan.packer import Packer, make_packer
-from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.samples import Samples, Windows, windows
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.types import PackedBatch
 
 CPU = torch.device("cpu")
 VARIANTS = tuple(COLORS)
+SPARE_BATCHES = 20
+"""Global batches of the data beyond those of a run: what still waits at its end."""
 MEASUREMENTS = 5
 """Validations over a run, evenly over its tokens, the last after its last step; one more before its first."""
 
@@ -66,7 +67,7 @@ class Scale:
     """N, in windows."""
     dp: int = 2
     pp: int = 8
-    """Data-parallel ranks and pipeline stages, by which adaptive packing goes: it defers documents for long there."""
+    """Data-parallel ranks and pipeline stages, by which adaptive packing goes: documents wait for long there."""
     start_batches: int
     """Global batches in the original order before the comparison; over the first half the learning rate rises."""
     global_batches: int
@@ -97,7 +98,7 @@ class Scale:
 
 
 REPORT = Scale(
-    name="cpu",
+    name="windows",
     shape=Shape(num_layers=3, hidden_size=128, ffn_hidden_size=384, num_heads=2, vocab_size=1024),
     context_length=4096,
     start_batches=40,
@@ -118,18 +119,14 @@ QUICK = replace(
 )
 
 
-def variants(scale: Scale) -> dict[str, dict[str, Any]]:
-    """Arguments of `make_job` that are compared, by name."""
-    return {
-        BASELINE: {"packing": OriginalPacking()},
-        CONTROL: {"packing": OriginalPacking()},
-        "wlb": {"packing": WlbPacking()},
-        "adaptive": {"packing": AdaptivePacking()},
-        "adaptive-2N": {"packing": AdaptivePacking(), "num_micro_batches": 2 * scale.global_batch_size},
-        "wlb-even": {"packing": WlbPacking()},
-        "adaptive-uneven": {"packing": AdaptivePacking()},
-        "fixed-8": {"packing": FixedPacking(global_batches=8)},
-    }
+PACKINGS: dict[str, Packing] = {
+    BASELINE: OriginalPacking(),
+    CONTROL: OriginalPacking(),
+    "wlb": WlbPacking(),
+    "delay": AdaptivePacking(max_delay_steps=30),
+    "fixed-8": FixedPacking(global_batches=8),
+}
+"""What is compared, by name."""
 
 
 def job_of(variant: str, scale: Scale) -> Job:
@@ -141,56 +138,26 @@ def job_of(variant: str, scale: Scale) -> Job:
         global_batch_size=scale.global_batch_size,
         max_tokens=round(scale.max_tokens_over_window * scale.context_length),
         crossover_tokens=round(scale.crossover_over_window * scale.context_length),
-        **variants(scale)[variant],
+        packing=PACKINGS[variant],
     )
 
 
-class Step(NamedTuple):
-    """What a run takes of `PackedStep`."""
+class Ordered(NamedTuple):
+    """Documents in an order, and the windows cut from them."""
 
-    step: int
-    batch: PackedBatch
-    num_waiting: int
-
-
-class Regrouped:
-    """The micro-batches of a packer, in steps that end at the micro-batch nearest to where those of `sizes` end."""
-
-    def __init__(self, packer: Packer, sizes: Iterator[int]) -> None:
-        self._packer, self._ends, self._steps = packer, itertools.accumulate(sizes), itertools.count()
-        self._left: list[np.ndarray] = []
-        self._tokens = 0
-
-    def next(self) -> Step:
-        """The next step, of one micro-batch at least."""
-        end, taken = next(self._ends), list[np.ndarray]()
-        while True:
-            size = int(self._first()["length"].sum())
-            if taken and self._tokens + size / 2 > end:
-                break
-            taken.append(self._left.pop(0))
-            self._tokens += size
-        bounds = np.cumsum([0, *map(len, taken)])
-        waiting = len(np.concatenate((*self._left, *self._packer.waiting().values())))
-        return Step(next(self._steps), PackedBatch(documents=np.concatenate(taken), bounds=bounds), waiting)
-
-    def _first(self) -> np.ndarray:
-        while not self._left:
-            batch = self._packer.next().batch
-            self._left = [rows for rows in map(batch.micro_batch, range(len(batch))) if len(rows)]
-        return self._left[0]
+    corpus: Corpus
+    samples: Samples
 
 
-def packer_of(variant: str, scale: Scale, lengths: np.ndarray, seed: int) -> Packer | Regrouped:
-    """Packs documents of `lengths` trained tokens in the order of `seed`."""
-    stream = DocumentStream([Source(lengths=lengths)], seed=seed, context_length=scale.context_length)
-    packer = make_packer(stream, job_of(variant, scale))
-    if variant == "wlb-even":
-        return Regrouped(packer, itertools.repeat(scale.batch_tokens))
-    if variant == "adaptive-uneven":
-        like = packer_of("wlb", scale, lengths, seed)
-        return Regrouped(packer, (int(like.next().batch.documents["length"].sum()) for _ in itertools.count()))
-    return packer
+def ordered(data: Row, scale: Scale, batches: int, *, seed: int) -> Ordered:
+    """The documents for training in the order of `seed`, for so many global batches."""
+    tokens, lengths = split(data, held_out=False)
+    count = (batches + SPARE_BATCHES) * scale.global_batch_size
+    return cut(tokens, lengths, windows(lengths, scale.context_length, seed=seed, num_samples=count))
+
+
+def cut(tokens: np.ndarray, lengths: np.ndarray, of: Windows) -> Ordered:
+    return Ordered(Corpus(tokens, lengths, of), Samples(parts=[of], context_length=of.context_length))
 
 
 class Trainer:
@@ -245,8 +212,8 @@ def learning_rate(tokens: float, scale: Scale) -> float:
 
 def start(seed: int, scale: Scale, data: Row) -> Row:
     """State of the trainer that all variants continue from."""
-    train = split(data, held_out=False)
-    packer, trainer = packer_of(BASELINE, scale, train.lengths, seed), Trainer(scale, train, seed)
+    train = ordered(data, scale, scale.start_batches, seed=seed)
+    packer, trainer = Packer(train.samples, job_of(BASELINE, scale)), Trainer(scale, train.corpus, seed)
     while trainer.tokens < 0:
         trainer.step(packer.next().batch)
     return trainer.state()
@@ -255,11 +222,10 @@ def start(seed: int, scale: Scale, data: Row) -> Row:
 def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
     """Train one variant from the `state` that `start` left. Returns the log of the run."""
     begin, job = time.time(), job_of(variant, scale)
-    train, held_out = (split(data, held_out=held) for held in (False, True))
-    validation = validation_packing(held_out, scale)
+    held_out, validation = validated(data, scale)
     # Another order of documents than the start had, and the control yet another.
-    shuffle = seed + (2000 if variant == CONTROL else 1000)
-    packer, trainer = packer_of(variant, scale, train.lengths, shuffle), Trainer(scale, train, seed)
+    train = ordered(data, scale, scale.global_batches, seed=seed + (2000 if variant == CONTROL else 1000))
+    packer, trainer = Packer(train.samples, job), Trainer(scale, train.corpus, seed)
     trainer.load(state)
     steps: dict[str, list[float]] = {key: [] for key in ("tokens", "loss", "gradient_norm", "imbalance", "long_tokens")}
     measured, validations = [], [{"tokens": 0, **trainer.validate(held_out, validation)}]
@@ -292,22 +258,20 @@ def common(scale: Scale, data: Row) -> Row:
     return json.loads(json.dumps({"scale": asdict(scale), "corpus": data["summary"], "device": CPU.type}))
 
 
-def split(data: Row, *, held_out: bool) -> Corpus:
-    """The documents for training, or those held out."""
+def split(data: Row, *, held_out: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and lengths of the documents for training, or of those held out."""
     chosen = data["held_out"] == held_out
-    return Corpus(data["tokens"][np.repeat(chosen, data["lengths"])], data["lengths"][chosen])
+    return data["tokens"][np.repeat(chosen, data["lengths"])], data["lengths"][chosen]
 
 
-def validation_packing(corpus: Corpus, scale: Scale) -> PackedBatch:
-    """Held-out documents of at least `validation_tokens` in all, in file order; none is cut but at the window.
-
-    Attention ends with a document, so the loss does not depend on how documents share micro-batches.
-    """
-    source = Source(lengths=corpus.lengths)
-    stream = DocumentStream([source], seed=0, context_length=scale.context_length, shuffle=False, num_epochs=1)
-    rows = stream.take(scale.validation_tokens)
-    windows = np.cumsum(rows["length"]) // scale.context_length
-    return PackedBatch(documents=rows, bounds=np.concatenate(([0], np.flatnonzero(np.diff(windows)) + 1, [len(rows)])))
+def validated(data: Row, scale: Scale) -> tuple[Corpus, PackedBatch]:
+    """The first windows of the held-out documents, of `validation_tokens` at least, a micro-batch each."""
+    tokens, lengths = split(data, held_out=True)
+    count = -(-scale.validation_tokens // scale.context_length)
+    of = windows(lengths, scale.context_length, seed=None)
+    rows = of.pieces(np.arange(count))
+    bounds = np.searchsorted(rows["index"], scale.context_length * np.arange(count + 1))
+    return cut(tokens, lengths, of).corpus, PackedBatch(documents=rows, bounds=bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

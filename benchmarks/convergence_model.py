@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
-from megatron_wlb.plan.dataset import trained_tokens
+from megatron_wlb.plan.samples import Windows
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -49,29 +49,31 @@ class MicroBatch:
 
 
 class Corpus:
-    """Documents one after the other.
+    """The stream of documents that windows are cut from.
 
     Args:
         tokens: of all documents, integers [total].
         lengths: of the documents in tokens, int64 [documents].
+        windows: of these documents.
     """
 
-    def __init__(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        self._tokens = tokens
-        self._begins = np.cumsum(lengths) - lengths
-        self.lengths = trained_tokens(lengths)
-        """Trained tokens of each document, int64 [documents]."""
+    def __init__(self, tokens: np.ndarray, lengths: np.ndarray, windows: Windows) -> None:
+        order = windows.document_index
+        sizes = lengths[order]
+        self._begins = np.cumsum(sizes) - sizes
+        begins = (np.cumsum(lengths) - lengths)[order]
+        self._stream = tokens[np.repeat(begins - self._begins, sizes) + np.arange(sizes.sum())]
 
     def micro_batch(self, documents: np.ndarray) -> MicroBatch:
-        """DOCUMENT rows [n], n >= 1, concatenated."""
+        """DOCUMENT rows [n], n >= 1, concatenated; the last token of one has the next of the stream as its label."""
         lengths = documents["length"]
         begins = self._begins[documents["document"]] + documents["offset"]
         # Places of inputs, one after the other within a document.
         places = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
         plan = select.divide(lengths, 1, "per-sequence", FLOPS_PROFILE.kernels()[0])
         return MicroBatch(
-            tokens=torch.from_numpy(self._tokens[places].astype(np.int64)),
-            labels=torch.from_numpy(self._tokens[places + 1].astype(np.int64)),
+            tokens=torch.from_numpy(self._stream[places].astype(np.int64)),
+            labels=torch.from_numpy(self._stream[places + 1].astype(np.int64)),
             metadata=ShardMetadata.build(plan, 0, get_backend("auto", "cpu").encode),
         )
 

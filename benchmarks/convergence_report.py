@@ -24,7 +24,7 @@ and below, in percent of its loss. Set before there were results. The paper saw 
 """
 HALF_WIDTH_PERCENT = 0.4
 """Goal for the interval of a difference: so many seeds are enough."""
-JUDGED = ("wlb", "adaptive", "adaptive-2N")
+JUDGED = ("wlb", "delay")
 """Variants that should be equivalent."""
 SAME = ("late_steps", "spread_steps", "token_cv", "long_share_mean", "long_share_std")
 MEASURES = {"optimizer_steps": "steps", "imbalance": "imbalance_mean"} | {name: name for name in SAME}
@@ -33,10 +33,7 @@ COLORS = {
     "original": "#000000",
     "original-shuffled": "#8c8c8c",
     "wlb": "#009e73",
-    "adaptive": "#0072b2",
-    "adaptive-2N": "#56b4e9",
-    "wlb-even": "#f0e442",
-    "adaptive-uneven": "#cc79a7",
+    "delay": "#0072b2",
     "fixed-8": "#d55e00",
 }
 

@@ -83,8 +83,7 @@ def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int
     sums: Counter[str] = Counter()
     errors: list[float] = []
     for of_ranks in zip(*ranks, strict=True):
-        for key in ("tokens", "work", "late"):
-            sums[key] += of_ranks[0][key]
+        sums["tokens"] += of_ranks[0]["tokens"]
         for key in ("seconds", "other"):
             sums[key] += float(np.mean([step[key] for step in of_ranks]))
         busy, weights = (np.array([step[key] for step in of_ranks]) for key in ("busy", "weights"))
@@ -104,28 +103,23 @@ def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int
 
 
 def compare(plain: Row, other: Row) -> Row:
-    """Ratios of the totals of two methods over the same rounds."""
+    """Ratios of the totals of two methods that trained the same tokens in the same steps."""
 
     def attainable(imbalance: float) -> float:
         """Plain's gain if its critical path were shorter by `imbalance`."""
         return plain["seconds"] / (plain["seconds"] - plain["critical"] + plain["critical"] / imbalance)
 
-    gain = attainable(plain["critical"] / plain["even"])
-    per_work = plain["seconds"] / plain["even"] / (other["seconds"] / other["even"])
-    computing = [(row["critical"] + row["other"]) / row["even"] for row in (plain, other)]
-    even = 1 + plain["other"] / plain["even"]
-    models = _models(other)
+    gain, speedup = attainable(plain["critical"] / plain["even"]), plain["seconds"] / other["seconds"]
+    models = [key.removesuffix(" critical") for key in other if key.endswith(" critical")]
     predicted = {name: [row[f"{name} critical"] / row[f"{name} even"] for row in (plain, other)] for name in models}
     return {
-        "speedup_in_tokens": plain["seconds"] / plain["tokens"] / (other["seconds"] / other["tokens"]),
-        "speedup_per_work": per_work,
-        "speedup_by_cpu_time": computing[0] / computing[1],
+        "speedup": speedup,
+        "speedup_by_cpu_time": (plain["critical"] + plain["other"]) / (other["critical"] + other["other"]),
         "attainable": gain,
         **{f"attainable by {name}": attainable(of_plain) for name, (of_plain, _) in predicted.items()},
-        "fraction": (per_work - 1) / (gain - 1),
-        "computing_gain": plain["critical"] / plain["even"] / (other["critical"] / other["even"]),
-        **{f"computing_gain by {name}": of_plain / of_other for name, (of_plain, of_other) in predicted.items()},
-        "fraction_by_cpu_time": (computing[0] / computing[1] - 1) / (computing[0] / even - 1),
+        "fraction": (speedup - 1) / (gain - 1),
+        "computing_gain": plain["critical"] / other["critical"],
+        **{f"computing_gain by {name}": plain[f"{name} critical"] / other[f"{name} critical"] for name in models},
         "imbalance": other["critical"] / other["even"],
         **{f"imbalance by {name}": of_other for name, (_, of_other) in predicted.items()},
         "other_computing": other["other"] / other["seconds"],
@@ -133,37 +127,7 @@ def compare(plain: Row, other: Row) -> Row:
     }
 
 
-def over_layout(reference: Row, other: Row) -> Row:
-    """Planned work a second over another layout's: measured, and predicted by every model."""
-
-    def gain(*keys: str) -> float:
-        per_work = [sum(row[key] for key in keys) / row["work"] for row in (reference, other)]
-        return per_work[0] / per_work[1]
-
-    def predicted(model: str) -> float:
-        longer = [row[f"{model} critical"] / row[f"{model} ideal"] for row in (reference, other)]
-        return longer[0] / longer[1]
-
-    return {
-        "over_plain_dp": gain("seconds"),
-        "over_plain_dp_by_cpu_time": gain("critical", "other"),
-        "over_plain_dp_computing": gain("critical"),
-        **{f"over_plain_dp by {model}": predicted(model) for model in _models(other)},
-    }
-
-
-def _models(sums: Row) -> list[str]:
-    return [key.removesuffix(" critical") for key in sums if key.endswith(" critical")]
-
-
-def summarise(
-    layout: str,
-    count: int,
-    measured: dict[str, list[list[Steps]]],
-    models: dict[str, Costs],
-    work: dict[str, float],
-    dp: list[list[Steps]] | None = None,
-) -> list[Row]:
+def summarise(layout: str, count: int, measured: dict[str, list[list[Steps]]], models: dict[str, Costs]) -> list[Row]:
     """A row for each method: of all rounds together, and the median, least and greatest of single rounds.
 
     Args:
@@ -171,21 +135,18 @@ def summarise(
         count: plain's micro-batches of a rank.
         measured: of every method and round the steps of each rank, plain first.
         models: errors of shares are the last model's.
-        work: work per token, by method.
-        dp: plain packing under DP=2, where layouts are compared.
+
+    Raises ValueError if methods trained other numbers of tokens.
     """
     found = {m: [totals(layout, ranks, models, count) for ranks in rounds] for m, rounds in measured.items()}
     plain = next(iter(found.values()))
     rows = []
     for method, rounds in found.items():
-        row: Row = {"layout": layout, "method": method, **compare(_sum(plain), _sum(rounds))}
-        row["late_steps"] = sum(r["late"] for r in rounds) / sum(r["tokens"] for r in rounds)
-        if dp is not None:
-            row |= over_layout(_sum([totals("DP=2", ranks, models) for ranks in dp]), _sum(rounds))
-        row["work_per_token"] = work[method] / next(iter(work.values()))
-        row["speedup_per_token"] = row["speedup_per_work"] / row["work_per_token"]
+        if any(p["tokens"] != r["tokens"] for p, r in zip(plain, rounds, strict=True)):
+            raise ValueError(f"{layout}, {method}: its steps have other tokens than plain's; compare the same steps")
+        row: Row = {"layout": layout, "windows": count, "method": method, **compare(_sum(plain), _sum(rounds))}
         single = [compare(p, r) for p, r in zip(plain, rounds, strict=True)]
-        for key in ("speedup_in_tokens", "speedup_per_work", "imbalance"):
+        for key in ("speedup", "imbalance"):
             values = [s[key] for s in single]
             row |= {f"{key}_{f.__name__}": f(values) for f in (statistics.median, min, max)}
         errors = np.concatenate([r["errors"] for r in rounds])

@@ -9,9 +9,9 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan.mock import F2
-from megatron_wlb.plan.packer import Packer, make_packer
-from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.types import PackedBatch, document_work
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.samples import Samples, windows
+from megatron_wlb.types import PackedBatch
 
 DATA = Path(__file__).parent / "data"
 WINDOW = 131_072
@@ -46,9 +46,10 @@ def distributions(count: int) -> dict[str, tuple[np.ndarray, int]]:
     }
 
 
-def stream(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> DocumentStream:
-    """Documents of `lengths`, by default in order, again and again."""
-    return DocumentStream([Source(lengths=lengths)], seed=0, context_length=window, shuffle=shuffle)
+def samples(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> Samples:
+    """Windows cut from documents of `lengths`, by default in order, again and again."""
+    part = windows(lengths, window, seed=0 if shuffle else None)
+    return Samples(parts=[part], context_length=window, order=lambda places: places % len(part))
 
 
 def job_7b(global_batch_size: int = 4, window: int = WINDOW, **changes: Any) -> Job:
@@ -90,7 +91,7 @@ def micro_batches(window: int, packing: Packing, count: int) -> list[np.ndarray]
 
 def packer(lengths: np.ndarray, job: Job) -> Packer:
     """Packs documents of `lengths`, in order, for a job."""
-    return make_packer(stream(lengths, job.context_length), job)
+    return Packer(samples(lengths, job.context_length), job)
 
 
 def packings(lengths: np.ndarray, job: Job, steps: int, skip: int = 0) -> list[PackedBatch]:
@@ -114,9 +115,3 @@ def padded(lengths: np.ndarray, unit: int) -> np.ndarray:
     """Brought to a multiple of `unit` by a document at the tail."""
     padding = -int(lengths.sum()) % unit
     return np.append(lengths, padding) if padding else lengths
-
-
-def work_per_token(packs: Packer, job: Job, steps: int) -> float:
-    """Work per token of the documents in the next `steps` steps."""
-    documents = np.concatenate([packs.next().batch.documents["length"] for _ in range(steps)])
-    return float(document_work(documents, job.crossover_tokens).sum() / documents.sum())

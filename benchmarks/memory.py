@@ -18,11 +18,11 @@ GIVEN = "--vocab-size 32000 --wlb-attention-backend aten"
 OFF = "--wlb-defer-weight-gradients off"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LOCAL = "--transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-masked-softmax-fusion"
-SMALL = f"""pretrain_gpt.py --wlb --mock-data --hidden-size 1024 --num-attention-heads 32 --seq-length 32768
---max-position-embeddings 32768 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
---untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --bf16 --use-distributed-optimizer
---overlap-grad-reduce --overlap-param-gather --micro-batch-size 1 --calculate-per-token-loss --lr 1e-4
---train-iters 100 --log-interval 1 {GIVEN}"""
+SMALL = f"""pretrain_gpt.py --wlb --mock-data --wlb-mock-lengths F2 --hidden-size 1024 --num-attention-heads 32
+--seq-length 32768 --max-position-embeddings 32768 --position-embedding-type rope --normalization RMSNorm --swiglu
+--disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --bf16
+--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1
+--calculate-per-token-loss --lr 1e-4 --train-iters 100 --log-interval 1 {GIVEN}"""
 """Of little width: the order of calls does not go by it."""
 JOBS = {
     **{f"{size}.sbatch": (f"{size} {GIVEN}", "stages") for size in ("7b", "30b", "70b")},

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.types import DOCUMENT, Draw, PackedBatch, document_work
+from megatron_wlb.types import Draw, PackedBatch, document_work
 
 
 def as_megatron(job: Job, *, cp_exchange: str = "ring", cp_sharding: str = "per-sequence") -> Job:
@@ -100,9 +100,9 @@ def nemo_rl(lengths: Sequence[int], job: Job) -> Ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KarmarkarKarp(Packing):
-    """The documents of a global batch in N sets of equal L^2 + c * L by largest differencing, as verl packs.
+    """The documents of a step in N sets of equal L^2 + c * L by largest differencing, as verl packs.
 
-    The length of a micro-batch has no limit; no document is deferred.
+    The length of a micro-batch has no limit.
     """
 
     name = "Karmarkar-Karp"
@@ -116,47 +116,12 @@ class _KarmarkarKarp:
         self._n, self._crossover_tokens = job.num_micro_batches, job.crossover_tokens
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
-        documents = draw.global_batch()
+        documents = draw.own()
         work = document_work(documents["length"], self._crossover_tokens).tolist()
         return _packing(documents, karmarkar_karp(work, self._n))
 
     def waiting(self) -> dict[str, np.ndarray]:
         return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InOrder(Packing):
-    """Whole documents in order; a micro-batch is full at its share of the tokens, as in token-count schedulers."""
-
-    name = "in order"
-
-    def policy(self, job: Job) -> "_InOrder":
-        return _InOrder(job)
-
-
-class _InOrder:
-    def __init__(self, job: Job) -> None:
-        self._n, self._max_tokens = job.num_micro_batches, job.max_tokens
-        self._waiting = np.empty(0, DOCUMENT)
-
-    def pack(self, step: int, draw: Draw) -> PackedBatch:
-        documents = np.concatenate((self._waiting, draw.global_batch()))
-        micro_batches: list[list[int]] = [[] for _ in range(self._n)]
-        at = tokens = i = 0
-        share = -(-int(documents["length"].sum()) // self._n)
-        for i, length in enumerate(documents["length"].tolist()):
-            if tokens and (tokens + length > self._max_tokens or tokens + length // 2 > share):
-                at, tokens = at + 1, 0
-            if at == self._n:
-                break
-            micro_batches[at].append(i)
-            tokens += length
-        packed = sum(len(m) for m in micro_batches)
-        self._waiting = documents[packed:]
-        return _packing(documents, micro_batches)
-
-    def waiting(self) -> dict[str, np.ndarray]:
-        return {"carry": self._waiting}
 
 
 def _packing(documents: np.ndarray, micro_batches: list[list[int]]) -> PackedBatch:

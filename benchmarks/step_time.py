@@ -1,96 +1,140 @@
-"""The share of its limit that a training step reaches: Megatron's ways, the paper's, and ours; predicted, not measured.
+"""How much faster the same training step is, and what share of its limit it reaches; predicted, not measured.
 
     python -m benchmarks.step_time [--quick] [--check]
 
-The limit spreads attention, linear layers, vocabulary, tensor-parallel communication and optimizer of a step evenly
-over all GPUs, and nothing waits; it is that of whole documents, in the micro-batches that need least. Documents are of
-F2, times of the default H100 profile, and all have --tp-comm-overlap. Schemes: Megatron as most
-runs have it, whose tokens attend across documents; Megatron with a ring per document (THD), micro-batches by token
-count (`dp_balanced`, as upstream describes it), the paper, and --wlb by adaptive packing with a micro-batch for every
-window or as many as `--wlb-micro-batches auto` chooses, memory taken to be enough; where `analyze` would try it with
-fewer layers on the last stage; and without a pipeline with `--wlb-cp-gradients model`. Speed-ups are of tokens per
-second: steps hold too few documents to tell, so time is that of their work at the work per token of many packed steps.
-Errors are standard errors of a ratio of means over steps. Writes benchmarks/results/step_time.json and
-docs/step_time.png in about ten minutes.
+Windows are cut from documents of F2, times are those of the default H100 profile, and all have --tp-comm-overlap. Every
+scheme trains the same windows in the same steps, but for those that delay documents (`paper`, `ours, delay`).
+Schemes: Megatron as most runs have it, whose tokens attend across documents; Megatron with a ring per document (THD);
+the paper; and --wlb with a micro-batch for every window or as many as `--wlb-micro-batches auto` chooses, memory taken
+to be enough. Of the last: with a delay; with fewer layers on the last stage where `analyze` would try it; with
+`--wlb-cp-gradients model`; with twice the context-parallel ranks for half the data-parallel ones. `settings.memory` has
+it within an H100's memory, without and with full recomputation on both sides.
+
+Speed-ups are of tokens per second: ratios of the times of the same steps; with a delay, of times per work. Errors are
+standard errors of a ratio of means over steps. The limit spreads attention, linear layers, vocabulary, tensor-parallel
+communication and optimizer of a step evenly over all GPUs, in the micro-batches that need least, and nothing waits.
+Writes benchmarks/results/step_time.json and docs/step_time.png in about a quarter of an hour.
 """
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 from rich.progress import track
 
 from benchmarks import metrics, results
-from benchmarks.lengths import WINDOW, f2, packer, packings, stream, work_per_token
-from benchmarks.peers import InOrder, as_megatron
+from benchmarks.lengths import WINDOW, f2, samples
+from benchmarks.peers import as_megatron
 from benchmarks.results import Row
 from megatron_wlb.cli.analyze.layouts import relieved
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import MegatronArguments, tile_rows, tp_overlap
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
-from megatron_wlb.job import Job, Parallel
+from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.micro_batches import predictions
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate.memory import H100_BYTES
+from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, weight_bytes
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step, trace_of
 from megatron_wlb.types import document_work
 
+
+class Case(NamedTuple):
+    layout: str
+    window: int
+    windows: int
+    """Of a pipeline in a step; of a data-parallel rank where there is no pipeline."""
+    dp: int
+
+    @property
+    def title(self) -> str:
+        ranks = f" DP{self.dp}" if self.dp > 1 else ""
+        return f"{self.layout}{ranks}, {self.windows} of {self.window >> 10}K"
+
+
 LAYOUTS = {
-    "550M PP4": ("550m", {"tp": 2, "cp": 4, "pp": 4, "vpp": 6}, 4),
-    "7B PP4": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 8}, 4),
-    "30B PP4": ("30b", {"tp": 8, "cp": 4, "pp": 4, "vpp": 12}, 4),
-    "70B PP4": ("llama2-70b", {"tp": 8, "cp": 8, "pp": 4, "vpp": 20}, 4),
-    "7B PP4, VPP 2": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 2}, 4),
-    "Llama-3-8B PP4": ("llama3-8b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 8}, 4),
-    "7B CP8": ("llama2-7b", {"tp": 8, "cp": 8}, 4),
-    "405B PP14": ("llama3-405b", {"tp": 8, "cp": 16, "pp": 14}, 14),
-    "405B PP14, VPP 9": ("llama3-405b", {"tp": 8, "cp": 16, "pp": 14, "vpp": 9}, 14),
-    "8B, 8 nodes": ("llama3-8b", {"tp": 8, "cp": 8}, 16),
-    "8B, 8 nodes, PP2": ("llama3-8b", {"tp": 8, "cp": 4, "pp": 2}, 16),
-    "8B, 32 nodes": ("llama3-8b", {"tp": 8, "cp": 8, "dp": 4}, 32),
-    "8B, 32 nodes, CP32": ("llama3-8b", {"tp": 8, "cp": 32}, 32),
-    "34B, 8 nodes": ("codellama-34b", {"tp": 8, "cp": 8}, 16),
-    "34B, 8 nodes, PP2": ("codellama-34b", {"tp": 8, "cp": 4, "pp": 2}, 16),
-    "34B, 32 nodes": ("codellama-34b", {"tp": 8, "cp": 8, "dp": 4}, 32),
-    "34B, 32 nodes, CP32": ("codellama-34b", {"tp": 8, "cp": 32}, 32),
+    "550M PP4": ("550m", {"tp": 2, "cp": 4, "pp": 4, "vpp": 6}),
+    "7B PP4": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 8}),
+    "30B PP4": ("30b", {"tp": 8, "cp": 4, "pp": 4, "vpp": 12}),
+    "70B PP4": ("llama2-70b", {"tp": 8, "cp": 8, "pp": 4, "vpp": 20}),
+    "7B PP4, VPP 2": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 2}),
+    "Llama-3-8B PP4": ("llama3-8b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 8}),
+    "405B PP14": ("llama3-405b", {"tp": 8, "cp": 16, "pp": 14}),
+    "405B PP14, VPP 9": ("llama3-405b", {"tp": 8, "cp": 16, "pp": 14, "vpp": 9}),
+    "7B CP8": ("llama2-7b", {"tp": 8, "cp": 8}),
+    "8B CP8": ("llama3-8b", {"tp": 8, "cp": 8}),
+    "8B CP4 PP2": ("llama3-8b", {"tp": 8, "cp": 4, "pp": 2}),
+    "8B CP32": ("llama3-8b", {"tp": 8, "cp": 32}),
+    "8B TP4 CP4": ("llama3-8b", {"tp": 4, "cp": 4}),
+    "34B CP8": ("codellama-34b", {"tp": 8, "cp": 8}),
+    "34B CP4 PP2": ("codellama-34b", {"tp": 8, "cp": 4, "pp": 2}),
+    "34B CP32": ("codellama-34b", {"tp": 8, "cp": 32}),
 }
-"""Model, layout, and N at a window of 128K; half of that at 256K, a quarter at 512K, so that tokens a step stay."""
-SHORT = tuple(name for name in LAYOUTS if "node" not in name)
-"""At a window of 128K only: the jobs of scripts/slurm, 7B with fewer virtual stages and without a pipeline, and models
-with larger vocabularies."""
-STEPS, WARM_UP, QUICK = 24, 12, 6
-DRAWN_FROM = 21
-PACKED = 200
-"""Steps that tell the work per token."""
-CASE = ("data", "window", "layout")
-ACROSS = "across documents"
-OVER = (ACROSS, "ring per document")
+"""Model and layout. PP4 are the jobs of scripts/slurm, and 7B with fewer virtual stages."""
+_WIDE = ("7B CP8", "8B CP8", "34B CP8")
+CASES = (
+    *(
+        Case(name, WINDOW, *sizes)
+        for name in ("550M PP4", "7B PP4", "30B PP4", "70B PP4")
+        for sizes in ((4, 1), (16, 1), (64, 1), (4, 4), (16, 4))
+    ),
+    *(Case("7B PP4", WINDOW, *sizes) for sizes in ((8, 1), (32, 1), (8, 4))),
+    *(Case(name, WINDOW, 16, 1) for name in ("7B PP4, VPP 2", "Llama-3-8B PP4")),
+    Case("405B PP14", WINDOW, 14, 1),
+    *(Case("405B PP14, VPP 9", WINDOW, *sizes) for sizes in ((14, 1), (56, 1), (14, 4))),
+    *(Case(name, WINDOW, *sizes) for name in _WIDE for sizes in itertools.product((1, 4), (1, 4))),
+    *(
+        Case(f"{model} {name}", WINDOW << i, windows >> i, dp)
+        for model in ("8B", "34B")
+        for name, windows, dp in (("CP8", 16, 1), ("CP4 PP2", 16, 1), ("CP8", 8, 4), ("CP32", 32, 1))
+        for i in range(3)
+    ),
+    Case("8B TP4 CP4", WINDOW // 2, 1, 16),
+)
+"""Four windows a pipeline are the paper's jobs, 16 and 64 what is run. Of 8B and 34B, 64 GPUs train 16 windows of 128K
+in a step, or as many tokens in longer ones, and 256 GPUs 32."""
+QUICK = (Case("7B PP4", WINDOW, 4, 4), Case("8B CP8", WINDOW, 16, 1))
+REMEMBERED = (
+    *(Case(name, WINDOW, 16, 1) for name in ("8B CP8", "34B CP8", "7B PP4", "30B PP4", "70B PP4")),
+    Case("8B CP8", WINDOW, 8, 4),
+)
+"""Those within an H100's memory."""
+WINDOWS, STEPS, WARM_UP, QUICK_STEPS = 1024, (12, 48), 12, 6
+"""Windows of a case, for so many steps at least and at most; then steps before those of schemes that delay."""
+ACROSS, RING, OURS, DELAY, WIDER = (
+    "across documents",
+    "ring per document",
+    "ours, auto",
+    "ours, delay",
+    "ours, twice the CP",
+)
+FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
-def cases(quick: bool) -> list[tuple[str, int, str]]:
-    """Data, window and layout."""
-    windows = (WINDOW,) if quick else (WINDOW, 2 * WINDOW, 4 * WINDOW)
-    names = ("7B PP4", "8B, 8 nodes") if quick else LAYOUTS
-    return [("F2", window, name) for name in names for window in (windows[:1] if name in SHORT else windows)]
+def job_of(case: Case, *, wider: int = 1, **changes: Any) -> Job:
+    """The job of a case as --wlb trains it, a micro-batch for every window, CP `wider` and DP narrower by as much.
 
-
-def job_of(name: str, window: int, **changes: Any) -> Job:
-    """The job of a layout as --wlb trains it, a micro-batch for every window; `changes` are arguments of `make_job`."""
-    model, sizes, count = LAYOUTS[name]
-    windows = max(1, count * WINDOW // window)
+    `changes` are arguments of `make_job`.
+    """
+    model, sizes = LAYOUTS[case.layout]
+    parallel = Parallel(**sizes | {"cp": wider * sizes["cp"], "dp": case.dp // wider})
     given = {
-        "tp_overlap": tp_overlap(sizes["tp"]),
-        "tp_tile_rows": tile_rows(MegatronArguments(tp_comm_overlap=True, seq_length=window), Parallel(**sizes)),
+        "tp_overlap": tp_overlap(parallel.tp),
+        "tp_tile_rows": tile_rows(MegatronArguments(tp_comm_overlap=True, seq_length=case.window), parallel),
         "model": MODELS[model],
-        "context_length": window,
-        "global_batch_size": windows,
-        "parallel": Parallel(**sizes),
+        "context_length": case.window,
+        "global_batch_size": case.windows * case.dp,
+        "parallel": parallel,
         "packing": AdaptivePacking(),
         "profile": load_profile(DEFAULT_PROFILE),
         "device_bytes": H100_BYTES,
@@ -98,143 +142,195 @@ def job_of(name: str, window: int, **changes: Any) -> Job:
     return make_job(**given | changes)
 
 
-def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, Job]]:
-    """The schemes of a case, by name."""
-    make = partial(job_of, name, window)
-    ours = make()
-    per_document = as_megatron(ours, cp_sharding="per-document")
+def samples_of(case: Case) -> Samples:
+    return samples(np.minimum(f2(400_000, 0, case.window), case.window), case.window)
+
+
+def schemes(case: Case, data: Samples) -> Iterator[tuple[str, Job]]:
+    """The schemes of a case, by name; the ring comes before what is compared with it."""
+
+    def auto(**changes: Any) -> Job:
+        make = partial(job_of, case, **changes)
+        return predictions(make(), make, data, memory_known=True)[0]
+
+    ours = job_of(case)
+    yield RING, as_megatron(ours, cp_sharding="per-document")
     yield ACROSS, as_megatron(ours)
-    yield "ring per document", per_document
-    yield "dp_balanced", replace(per_document, packing=InOrder())
     yield "paper", replace(as_megatron(ours, cp_sharding="wlb", cp_exchange="all"), packing=WlbPacking())
     yield "ours, M = N", ours
-    yield "ours, M = N, not deferred", make(defer_weight_gradients=False)
-    best, _ = predictions(ours, make, lambda: stream(lengths, window), memory_known=True)
-    yield "ours, auto", best
-    if (fewer := relieved(best, stream(lengths, window))) != best:
-        yield "ours, auto, fewer layers on the last stage", fewer
-    if ours.parallel.pp == 1:
-        yield "ours, auto, dK and dV as the model", best.sharded(cp_gradients="model")
+    if ours.defer_weight_gradients:
+        yield "ours, M = N, not deferred", replace(ours, defer_weight_gradients=False)
+    best = auto()
+    yield OURS, best
+    yield DELAY, auto(packing=AdaptivePacking(max_delay_steps=30))
+    if (fewer := relieved(best, data)) != best:
+        yield f"{OURS}, fewer layers on the last stage", fewer
+    if best.parallel.pp == 1:
+        yield f"{OURS}, dK and dV as the model", best.sharded(cp_gradients="model")
+    if case.dp > 1:
+        yield WIDER, auto(wider=2)
 
 
-def measured(job: Job, lengths: np.ndarray, steps: int, *, across: bool) -> dict[str, Any]:
-    """Time, limit and work of steps, float64 [steps] each; the share of the exchange in the time, the delay of
-    documents, and the spread of tokens. Work is tokens if tokens attend `across` documents."""
-    packs, times, summaries, exchange = packer(lengths, job), [], [], 0.0
-    for step in [packs.next() for _ in range(WARM_UP + steps)][WARM_UP:]:
-        packing = step.batch
-        windows = [np.array([each.sum()]) for each in packing.lengths] if across else packing.lengths
-        simulated = simulate_step(job, shard_step(job, windows))
-        documents = packing.documents["length"]
+class Measured(NamedTuple):
+    """Of some steps of a job: float64 [steps] each, in us and in work, or tokens if tokens attend across documents."""
+
+    time: np.ndarray
+    limit: np.ndarray
+    work: np.ndarray
+    exchange: float
+    """Share of the time."""
+    summary: metrics.Summary
+
+
+def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Measured:
+    packer, times, summaries, exchange = Packer(data, job), [], [], 0.0
+    for _ in range(WARM_UP if job.packing.delays else 0):
+        packer.next()
+    for _ in range(steps):
+        packed = packer.next()
+        batch, documents = packed.batch, packed.batch.documents["length"]
+        lengths = [np.array([each.sum()]) for each in batch.lengths] if across else batch.lengths
+        step = simulate_step(job, shard_step(job, lengths, batch.ranks))
         work = documents.sum() if across else document_work(documents, job.crossover_tokens).sum()
-        times.append((simulated.time, limit_time(simulated), float(work)))
-        exchange += breakdown(simulated).exchange
-        summaries.append(metrics.measure(packing, step.step, job))
-    summary = metrics.summarise(summaries, num_waiting=0, skip=0)
+        times.append((step.time, limit_time(step), float(work)))
+        exchange += breakdown(step).exchange
+        summaries.append(metrics.measure(batch, packed.step, job))
     time, limit, work = np.array(times).T
-    found = {"time": time, "limit": limit, "work": work, "exchange": exchange / time.sum()}
-    return found | {"late": summary.late_steps, "cv": summary.token_cv}
+    return Measured(time, limit, work, exchange / time.sum(), metrics.summarise(summaries, num_waiting=0, skip=0))
 
 
-def rows_of(case: tuple[str, int, str], lengths: np.ndarray, steps: int) -> list[Row]:
+def over(ring: Measured, other: Measured, *, same_steps: bool) -> tuple[float, float]:
+    """Tokens per second over the ring's, and the standard error.
+
+    Both train the same tokens in the long run; in other steps, what they train has other work.
+    """
+    if same_steps:
+        ratio = ring.time.sum() / other.time.sum()
+        return ratio, _error(ring.time, other.time, ratio)
+    rates = [each.work.sum() / each.time.sum() for each in (ring, other)]
+    errors = [_error(each.work, each.time, rate) / rate for each, rate in zip((ring, other), rates, strict=True)]
+    return rates[1] / rates[0], rates[1] / rates[0] * float(np.hypot(*errors))
+
+
+def _error(numerator: np.ndarray, denominator: np.ndarray, ratio: float) -> float:
+    residual = numerator - ratio * denominator
+    return float(np.std(residual) / np.sqrt(len(residual)) / denominator.mean())
+
+
+def rows_of(case: Case, steps: int) -> list[Row]:
     """A row for every scheme."""
-    _, window, name = case
-    rows: list[Row] = []
-    rates: dict[str, tuple[float, float]] = {}
-    per_work: dict[str, tuple[float, float]] = {}
-    for scheme, job in schemes(name, window, lengths):
-        across = scheme == ACROSS
-        found = measured(job, lengths, steps, across=across)
-        time, work = found["time"], found["work"]
-        done, error = _rate(time, work)
-        per_token = 1.0 if across else work_per_token(packer(lengths, job), job, PACKED)
-        rate = done / per_token
-        rates[scheme], per_work[scheme] = (rate, error), (done, found["limit"].sum() / work.sum())
-        row = dict(zip(CASE, case, strict=True)) | {"scheme": scheme, "micro_batches": job.num_micro_batches}
-        row |= {"windows": job.global_batch_size, "ms": time.mean() / 1e3, "work_per_token": per_token}
-        for other in OVER:
-            if other in rates:
-                over = rate / rates[other][0]
-                row |= {f"over {other}": over, f"over {other}, error": over * np.hypot(error, rates[other][1])}
-        row["of_limit"] = found["limit"].sum() / time.sum()
-        rows.append(row | {"exchange": found["exchange"], "late_steps": found["late"], "token_cv": found["cv"]})
-    least = min(limit for scheme, (_, limit) in per_work.items() if scheme not in OVER)
+    data, rows = samples_of(case), list[Row]()
+    found: dict[str, Measured] = {}
+    for scheme, job in schemes(case, data):
+        found[scheme] = of = measured(job, data, steps, across=scheme == ACROSS)
+        row = case._asdict() | {"scheme": scheme, "N": job.global_batch_size, "micro_batches": job.num_micro_batches}
+        row["ms"] = of.time.mean() / 1e3
+        ratio, error = over(found[RING], of, same_steps=not job.packing.delays)
+        row |= {f"over {RING}": ratio, f"over {RING}, error": error, "exchange": of.exchange}
+        rows.append(row | {"late_steps": of.summary.late_steps, "token_cv": of.summary.token_cv})
+    per_work = {scheme: (of.limit.sum() / of.work.sum(), of.work.sum() / of.time.sum()) for scheme, of in found.items()}
+    least = min(limit for scheme, (limit, _) in per_work.items() if scheme != ACROSS)
     for row in rows:
-        if row["scheme"] not in OVER:
-            row["of_limit"] = least * per_work[row["scheme"]][0]
+        limit, rate = per_work[row["scheme"]]
+        row["of_limit"] = rate * (limit if row["scheme"] == ACROSS else least)
+        row[f"over {ACROSS}"] = row[f"over {RING}"] / next(r[f"over {RING}"] for r in rows if r["scheme"] == ACROSS)
     return rows
 
 
-def _rate(time: np.ndarray, work: np.ndarray) -> tuple[float, float]:
-    """Work per time in us, and its relative standard error."""
-    rate = work.sum() / time.sum()
-    return rate, float(np.std(work - rate * time) / np.sqrt(len(time)) / work.mean())
+def remembered(case: Case, steps: int) -> list[Row]:
+    """Speed-ups over the ring within an H100's memory, without and with full recomputation on both sides."""
+    data, rows = samples_of(case), list[Row]()
+    for name, recompute in (("none", Recompute()), ("full", FULL)):
+        free = job_of(case, recompute=recompute)
+        budget = DEVICE_SHARE * H100_BYTES - weight_bytes(free)
+        row = case._asdict() | {"recompute": name, "budget_gib": budget / 2**30}
+        with contextlib.suppress(ValueError):  # a window does not fit
+            make = partial(job_of, case, recompute=recompute, budget_bytes=budget)
+            job, _ = predictions(make(), make, data, memory_known=True)
+            ring = measured(as_megatron(free, cp_sharding="per-document"), data, steps)
+            ratio, error = over(ring, measured(job, data, steps), same_steps=True)
+            row |= {"micro_batches": job.num_micro_batches, f"over {RING}": ratio, f"over {RING}, error": error}
+        rows.append(row)
+    return rows
 
 
-def clustering_bound(name: str, lengths: np.ndarray) -> float:
-    """Share of a pipeline's time that packing can fill with 4 N micro-batches of whole documents and steady tokens.
-
-    A step holds at most N * C / d documents of length d, and 1F1B is then idle for (P - 1) * d / (V * N * C) of their
-    work.
-    """
-    job = job_of(name, WINDOW)
-    parallel, work = job.parallel, document_work(lengths, job.crossover_tokens).astype(float)
-    alike = np.maximum(lengths / job.batch_tokens, 1 / (4 * job.global_batch_size))
-    return float(work.sum() / (work * (1 + (parallel.pp - 1) / parallel.vpp * alike)).sum())
+def steps_of(case: Case) -> int:
+    return min(max(STEPS[0], WINDOWS // (case.windows * case.dp)), STEPS[1])
 
 
-GOALS = {"7B PP4": (0.92, 1.48), "70B PP4": (0.92, 1.48), "30B PP4": (0.80, 1.35), "405B PP14": (0.85, 2.0)}
-"""Share of the limit, and speed-up over attention across documents, of F2."""
+TARGETS = {
+    Case("7B PP4", WINDOW, 8, 1): 1.26,
+    Case("7B PP4", WINDOW, 16, 1): 1.29,
+    Case("7B PP4", WINDOW, 32, 1): 1.30,
+    Case("70B PP4", WINDOW, 16, 1): 1.23,
+    Case("30B PP4", WINDOW, 16, 1): 1.36,
+    Case("405B PP14, VPP 9", WINDOW, 56, 1): 1.24,
+    Case("7B PP4", WINDOW, 8, 4): 1.42,
+    Case("7B PP4", WINDOW, 16, 4): 1.43,
+    Case("70B PP4", WINDOW, 16, 4): 1.37,
+    Case("8B CP8", WINDOW, 16, 1): 1.22,
+    Case("8B CP8", WINDOW, 8, 4): 1.31,
+    Case("34B CP8", WINDOW, 16, 1): 1.07,
+}
+"""Tokens per second over the ring per document."""
+TARGETS_WIDER = {
+    Case("8B TP4 CP4", WINDOW // 2, 1, 16): 1.31,
+    Case("7B PP4", WINDOW, 4, 4): 1.59,
+    Case("405B PP14, VPP 9", WINDOW, 14, 4): 1.34,
+}
 
 
 def goals(rows: list[Row]) -> list[results.Goal]:
     wanted = []
     for row in rows:
-        if row["scheme"] != "ours, auto" or row["data"] != "F2":
-            continue
-        what = f"{row['layout']}, {row['window'] >> 10}K"
-        if row["layout"] in GOALS:
-            share, speedup = GOALS[row["layout"]]
-            wanted.append(results.at_least(f"{what}: share of the limit", row["of_limit"], share))
-            wanted.append(results.at_least(f"{what}: over attention across documents", row[f"over {ACROSS}"], speedup))
-        cp = LAYOUTS[row["layout"]][1]["cp"]
-        if cp <= 8 or cp == 32:
-            most = 0.02 if cp <= 8 else 0.04
-            wanted.append(results.at_most(f"{what}: exposed exchange, share of the step", row["exchange"], most))
-        if row["layout"] == "550M PP4":
-            wanted.append(results.at_least(f"{what}: over attention across documents", row[f"over {ACROSS}"], 1.65))
-        elif "PP" not in row["layout"]:
-            wanted.append(results.at_least(f"{what}: share of the limit", row["of_limit"], 0.98))
-            wanted.append(results.at_most(f"{what}: mean delay, steps", row["late_steps"], 0.05))
+        case, ratio = Case(**{name: row[name] for name in Case._fields}), row[f"over {RING}"]
+        if row["scheme"] == OURS:
+            name = f"{case.title}: over a {RING}"
+            wanted.append(results.at_least(name, ratio, TARGETS.get(case, 1.0)))
+            if (cp := LAYOUTS[case.layout][1]["cp"]) <= 8 or cp == 32:
+                most = 0.02 if cp <= 8 else 0.04
+                name = f"{case.title}: exposed exchange, share of the step"
+                wanted.append(results.at_most(name, row["exchange"], most))
+        if row["scheme"] == WIDER and case in TARGETS_WIDER:
+            name = f"{case.title}, twice the CP: over a {RING}"
+            wanted.append(results.at_least(name, ratio, TARGETS_WIDER[case]))
     return wanted
 
 
-def typical(job: Job, lengths: np.ndarray) -> SimulatedStep:
-    """The step of a job with the median share of the limit."""
-    packed = packings(lengths, job, DRAWN_FROM, WARM_UP)
-    steps = [simulate_step(job, shard_step(job, packing.lengths)) for packing in packed]
-    return sorted(steps, key=lambda step: step.time / limit_time(step))[DRAWN_FROM // 2]
+DRAWN = Case("7B PP4", WINDOW, 8, 1)
+DRAWN_FROM = 21
+"""Steps, of which the one with the median speed-up is shown."""
+
+
+def typical(data: Samples, jobs: list[Job]) -> list[SimulatedStep]:
+    """The step of jobs that train the same, the first of which takes the median time over the second's."""
+    found: list[list[SimulatedStep]] = []
+    packers = [Packer(data, job) for job in jobs]
+    for _ in range(DRAWN_FROM):
+        batches = [packer.next().batch for packer in packers]
+        steps = zip(jobs, batches, strict=True)
+        found.append([simulate_step(job, shard_step(job, batch.lengths, batch.ranks)) for job, batch in steps])
+    return sorted(found, key=lambda steps: steps[0].time / steps[1].time)[DRAWN_FROM // 2]
 
 
 def draw(folder: Path) -> Path:
     """Passes of a typical step of 7B on 64 GPUs, by Megatron and with --wlb."""
-    lengths = f2(100_000, 0)
-    jobs = dict(schemes("7B PP4", WINDOW, lengths))
-    panels = {"Megatron": jobs["ring per document"], "--wlb": jobs["ours, auto"]}
-    figure = results.figure(10, 4)
+    data = samples_of(DRAWN)
+    jobs = dict(schemes(DRAWN, data))
+    steps = typical(data, [jobs[RING], jobs[OURS]])
+    figure, limit = results.figure(10, 4), limit_time(steps[1])
     colors = {"F": "#0072b2", "B": "#d55e00", "W": "#009e73"}
-    drawn = figure.subplots(len(panels), sharex=True)
-    for axes, (title, job) in zip(drawn, panels.items(), strict=True):
-        step = typical(job, lengths)
-        limit = limit_time(step)
+    drawn = figure.subplots(len(steps), sharex=True)
+    for axes, title, step in zip(drawn, ("Megatron", "--wlb, the same tokens"), steps, strict=True):
         for event in trace_of(step)["traceEvents"]:
             if event["ph"] == "X" and event["cat"] in colors:
                 bar = [(event["ts"] / limit, event["dur"] / limit)]
                 row = (event["tid"] - 0.4, 0.8)
                 axes.broken_barh(bar, row, color=colors[event["cat"]], edgecolor="white", linewidth=0.3)
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set(yticks=range(job.parallel.pp), xlim=(0, None))
-        axes.set_yticklabels([f"stage {stage}" for stage in range(job.parallel.pp)])
+        stages = range(step.job.parallel.pp)
+        axes.set(yticks=stages, xlim=(0, None))
+        axes.set_yticklabels([f"stage {stage}" for stage in stages])
         axes.invert_yaxis()
         axes.set_title(
             f"{title}: {100 * limit / step.time:.0f} % of the speed without idle time", loc="left", fontsize=10
@@ -248,14 +344,16 @@ def draw(folder: Path) -> Path:
 
 
 def main() -> None:
-    args = results.parser(__doc__, "two layouts, few steps").parse_args()
-    steps, rows = QUICK if args.quick else STEPS, []
-    for case in track(cases(args.quick), "simulating"):
-        rows += rows_of(case, np.minimum(f2(400_000, 0, case[1]), case[1]), steps)
+    args = results.parser(__doc__, "two cases, few steps").parse_args()
+    rows: list[Row] = []
+    memory: list[Row] = []
+    for case in track(QUICK if args.quick else CASES, "simulating", console=Console(stderr=True)):
+        rows += rows_of(case, QUICK_STEPS if args.quick else steps_of(case))
+    for case in QUICK[1:] if args.quick else REMEMBERED:
+        memory += remembered(case, QUICK_STEPS if args.quick else steps_of(case))
     results.show(rows)
-    pipelines = [name for name, (_, sizes, _) in LAYOUTS.items() if "pp" in sizes and name in SHORT]
-    bounds = {name: clustering_bound(name, f2(400_000, 0)) for name in pipelines}
-    settings = {"profile": DEFAULT_PROFILE, "steps": steps, "warm_up": WARM_UP, "bounds": bounds}
+    results.show(memory, title="within an H100's memory")
+    settings = {"data": "F2", "profile": DEFAULT_PROFILE, "windows": WINDOWS, "steps": STEPS, "memory": memory}
     results.finish(args, "step_time", settings=settings, rows=rows, goals=goals(rows), draw=draw)
 
 

@@ -33,10 +33,9 @@ TRAINING = f"""
 VOCABULARY = 255
 """Tokens are below it, as bytes of UTF-8 are, and it ends a document."""
 Steps = list[Row]
-"""The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens", "work",
-"late", tokens times the steps that they ran late, and "group" (`Parallel.group_size`); and for each micro-batch of the
-rank the CPU time of its passes, "busy", the deferred weight gradients among it, "weights", and the sizes that planning
-knows: "rows", "pairs", "kernel_us"."""
+"""The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens" and "group"
+(`Parallel.group_size`); and for each micro-batch of the rank the CPU time of its passes, "busy", the deferred weight
+gradients among it, "weights", and the sizes that planning knows: "rows", "pairs", "kernel_us"."""
 
 
 def write_dataset(folder: Path, lengths: np.ndarray, text: bytes | None = None) -> str:
@@ -72,23 +71,20 @@ def arguments(dataset: str, window: int, windows: int, last_step: int, flags: st
 
 
 def train(argv: list[str], first: int) -> Steps:
-    """In every process: train the steps from `first` on, and the one before to warm up.
-
-    Steps before these are planned and not trained.
-    """
+    """In every process: train the steps from `first` on, at least 1, and the one before to warm up."""
     pin()
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # upstream says hundreds of lines, here and in its log
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import cpu, plans, wgrad
+    from megatron_wlb.adapter import cpu, wgrad
     from megatron_wlb.plan import step
 
     steps: Steps = []
     costs: dict[int, Row] = {}
-    order: list[int] = []
+    orders: dict[int, list[int]] = {}
     passes: dict[str, list[float]] = {"forward": [], "backward": [], "weights": []}
-    setup, train_step, plan_step = training.setup_model_and_optimizer, training.train_step, step.plan_step
+    setup, train_step, plan_packed = training.setup_model_and_optimizer, training.train_step, step.plan_packed
     last = [0.0, 0.0]
 
     def busy(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -102,19 +98,16 @@ def train(argv: list[str], first: int) -> Steps:
 
     def setup_for_later(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
-        get_args().iteration = first - 1
+        given = get_args()
+        given.iteration, given.consumed_train_samples = first - 1, (first - 1) * given.global_batch_size
         return result
-
-    def resume_by_planning(self: Any, packer: Any, first_step: int) -> None:
-        self.first_step = first_step
-        for _ in range(first_step):
-            packer.next()
 
     def train_step_timed(*args: Any, **kwargs: Any) -> Any:
         passes.update(forward=[], backward=[], weights=[])
         result = train_step(*args, **kwargs)
         now = [time.perf_counter(), time.thread_time()]
-        cost = costs[first - 1 + len(steps)]
+        number = first - 1 + len(steps)
+        cost, order = costs[number], orders[number]
         both = [sum(parts) for parts in zip(passes["forward"], passes["backward"], strict=True)]
         # Backward goes through the virtual stages from the last one, and through micro-batches in the same order.
         rows, by_micro_batch = np.array(cost["rows"]), np.bincount(order, weights=both)
@@ -125,20 +118,18 @@ def train(argv: list[str], first: int) -> Steps:
         last[:] = now
         return result
 
-    def plan_step_kept(packer: Any, job: Any, dp_rank: int) -> Any:
-        plan = plan_step(packer, job, dp_rank)
-        late = sum(max(0, steps) * tokens for steps, tokens in plan.delays.items())
-        of_all = {"tokens": plan.tokens, "work": int(plan.work.sum()), "late": late, "group": job.parallel.group_size}
+    def plan_kept(packed: Any, job: Any, dp_rank: int) -> Any:
+        plan = plan_packed(packed, job, dp_rank)
+        of_all = {"tokens": plan.tokens, "group": job.parallel.group_size}
         costs[plan.step] = of_all | costs_of(plan.micro_batches, job)
-        order[:] = job.schedule().table()[:, 0].tolist()
+        orders[plan.step] = job.schedule(len(plan.micro_batches)).table()[:, 0].tolist()
         return plan
 
     schedules.forward_step = busy(schedules.forward_step, "forward")
     schedules.backward_step = busy(schedules.backward_step, "backward")
     wgrad.Step._run = busy(wgrad.Step._run, "weights")  # type: ignore[method-assign]
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
-    step.plan_step = plan_step_kept
-    plans.Plans._resume = resume_by_planning  # type: ignore[method-assign]
+    step.plan_packed = plan_kept
     pretrain([*argv, "--distributed-backend", "gloo", *cpu.FLAGS])
     return steps[1:]
 

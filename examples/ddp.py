@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,21 +25,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_wlb import (
-    DocumentStream,
     Job,
     MicroBatchPlan,
     ModelShape,
     Packer,
     Parallel,
-    Source,
+    Samples,
     make_job,
-    make_packer,
     plan_step,
-    trained_tokens,
+    windows,
 )
 
 CONTEXT_LENGTH = 2048
-NUM_MICRO_BATCHES = 8
+GLOBAL_BATCH_SIZE = 8
 MODEL = ModelShape(
     num_layers=2,
     hidden_size=128,
@@ -50,7 +48,6 @@ MODEL = ModelShape(
     gated_linear_unit=False,
     padded_vocab_size=256,
 )
-IGNORED = -100
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -58,7 +55,7 @@ class MicroBatch(NamedTuple):
     tokens: Tensor
     """int64 [s]."""
     labels: Tensor
-    """int64 [s]; IGNORED is not trained."""
+    """int64 [s]: the next token of the stream, as in Megatron that of the next document behind a document's last."""
     positions: Tensor
     """int64 [s], within the document."""
     cu_seqlens: Tensor
@@ -71,68 +68,51 @@ class Step(NamedTuple):
     micro_batches: list[MicroBatch]
     num_tokens: int
     """Trained tokens of all ranks."""
-    state: dict[str, Any]
-    """The state of the packer after this step."""
 
 
 class PackedDocuments(IterableDataset[Step]):
-    """The steps of this rank; without end, if the stream of the packer has none.
+    """The steps of this rank, without end; every epoch has the same order.
 
     Args:
-        documents: tokens of each, integers [length].
-        packer: of their lengths; the same on every rank.
+        documents: tokens of each, integers [length]; the same on every rank.
         job: what is trained, and on how many ranks.
         rank: the data-parallel rank that this is.
+        first_sample: where the run begins.
     """
 
-    def __init__(self, documents: Sequence[np.ndarray], packer: Packer, job: Job, rank: int) -> None:
-        self._documents, self.packer, self._job, self._rank = documents, packer, job, rank
+    def __init__(self, documents: Sequence[np.ndarray], job: Job, rank: int, first_sample: int = 0) -> None:
+        self._documents, self._job, self._rank, self._first_sample = documents, job, rank, first_sample
+        self._windows = windows(np.array([len(document) for document in documents]), job.context_length, seed=0)
 
     def __iter__(self) -> Iterator[Step]:
         """Each of W loader workers plans every step, since that is cheap, and reads every W-th."""
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        job, epoch = self._job, len(self._windows)
+        samples = Samples(parts=[self._windows], context_length=job.context_length, order=lambda place: place % epoch)
+        packer = Packer(samples, job, first_sample=self._first_sample)
         for i in itertools.count():
-            if self.packer.finished:
-                return
-            plan = plan_step(self.packer, self._job, self._rank)
+            plan = plan_step(packer, job, self._rank)
             if i % workers == number:
-                yield Step(
-                    [self._read(micro_batch) for micro_batch in plan.micro_batches], plan.tokens, plan.packed.state
-                )
+                yield Step([self._read(micro_batch) for micro_batch in plan.micro_batches], plan.tokens)
 
     def _read(self, plan: MicroBatchPlan) -> MicroBatch:
-        lengths = plan.shards.lengths  # a micro-batch without documents has one token of padding
+        lengths = plan.documents["length"]
         begins = np.append(0, np.cumsum(lengths))
-        tokens, labels = np.zeros(begins[-1], np.int64), np.full(begins[-1], IGNORED)
-        for row, begin in zip(plan.documents, begins, strict=False):
-            first, length = int(row["offset"]), int(row["length"])
-            read = self._documents[row["document"]][first : first + length + 1]
-            tokens[begin : begin + length], labels[begin : begin + length] = read[:-1], read[1:]
+        rows = plan.documents[["document", "offset", "length"]].tolist()
+        read = [self._stream(document, offset, length + 1) for document, offset, length in rows]
+        tokens, labels = np.concatenate([each[:-1] for each in read]), np.concatenate([each[1:] for each in read])
         positions = np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
         return MicroBatch(*(torch.from_numpy(a) for a in (tokens, labels, positions, begins.astype(np.int32))))
 
-
-class StepLoader(DataLoader[Step]):
-    """Steps with a state of what was handed out, whatever the workers have read ahead."""
-
-    def __init__(self, dataset: PackedDocuments, **options: Any) -> None:
-        super().__init__(dataset, batch_size=None, **options)
-        self._packer, self._state = dataset.packer, dataset.packer.state()
-
-    def __iter__(self) -> Iterator[Step]:
-        self._packer.load_state(self._state)
-        for step in super().__iter__():
-            self._state = step.state
-            yield step
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before iteration. Raises ValueError for a state of other documents, or of another policy or window."""
-        self._packer.load_state(state)
-        self._state = state
+    def _stream(self, document: int, offset: int, count: int) -> np.ndarray:
+        """Tokens from there on, int64 [count], which go on in the next document of the order."""
+        parts = []
+        while count:
+            part = self._documents[self._windows.document_index[document]][offset : offset + count]
+            parts.append(part.astype(np.int64))
+            count, document, offset = count - len(part), document + 1, 0
+        return np.concatenate(parts)
 
 
 class Gpt(nn.Module):
@@ -150,7 +130,7 @@ class Gpt(nn.Module):
         x = self.embedding(batch.tokens) + self.positions(batch.positions)
         for layer in self.layers:
             x = layer(x, lengths)
-        return F.cross_entropy(self.output(self.norm(x)), batch.labels, reduction="sum", ignore_index=IGNORED)
+        return F.cross_entropy(self.output(self.norm(x)), batch.labels, reduction="sum")
 
 
 class Layer(nn.Module):
@@ -177,7 +157,7 @@ def job_of(num_ranks: int) -> Job:
         model=MODEL,
         parallel=Parallel(dp=num_ranks),
         context_length=CONTEXT_LENGTH,
-        global_batch_size=NUM_MICRO_BATCHES,
+        global_batch_size=GLOBAL_BATCH_SIZE,
     )
 
 
@@ -193,12 +173,7 @@ def train(
     exists, and are saved there."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    lengths = trained_tokens(np.array([len(document) for document in documents]))
-    stream = DocumentStream([Source(lengths=lengths)], seed=0, context_length=CONTEXT_LENGTH)
-    job = job_of(size)
-    packed = PackedDocuments(documents, make_packer(stream, job), job, rank)
-    loader = StepLoader(packed, num_workers=num_workers)
-
+    first_sample = 0
     torch.manual_seed(0)
     model: nn.Module = Gpt().to(device)
     model = fully_shard(model) if fsdp else DistributedDataParallel(model)
@@ -212,8 +187,10 @@ def train(
             optim_state_dict=saved["optimizer"],
             options=FULL_STATE,
         )
-        loader.load_state_dict(saved["data"])
+        first_sample = saved["samples"]
 
+    packed = PackedDocuments(documents, job_of(size), rank, first_sample)
+    loader = DataLoader(packed, batch_size=None, num_workers=num_workers)
     steps = []
     for step in itertools.islice(loader, num_steps):
         total = torch.zeros((), device=device)
@@ -234,8 +211,9 @@ def train(
 
     if checkpoint is not None:
         states = get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks take part
+        trained = first_sample + len(steps) * GLOBAL_BATCH_SIZE  # all that the data needs to go on
         if rank == 0:
-            torch.save({"model": states[0], "optimizer": states[1], "data": loader.state_dict()}, checkpoint)
+            torch.save({"model": states[0], "optimizer": states[1], "samples": trained}, checkpoint)
     return steps
 
 

@@ -17,10 +17,10 @@ from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan.closed import balance
-from megatron_wlb.plan.dataset import DocumentIndex, read_index, trained_tokens
-from megatron_wlb.plan.packer import PackedStep, Packer, make_packer
+from megatron_wlb.plan.dataset import DocumentIndex, read_index
+from megatron_wlb.plan.packer import PackedStep, Packer
+from megatron_wlb.plan.samples import Samples, Windows, windows
 from megatron_wlb.plan.step import MicroBatchPlan, Planner, StepPlan, plan_step
-from megatron_wlb.plan.stream import DocumentStream, Source
 
 __version__ = "0.2.0"
 
@@ -28,7 +28,6 @@ __all__ = [
     "MODELS",
     "POLICIES",
     "DocumentIndex",
-    "DocumentStream",
     "Job",
     "MicroBatchPlan",
     "ModelShape",
@@ -37,12 +36,12 @@ __all__ = [
     "Parallel",
     "PlanSettings",
     "Planner",
-    "Source",
+    "Samples",
     "StepPlan",
+    "Windows",
     "balance",
     "make_job",
-    "make_packer",
     "plan_step",
     "read_index",
-    "trained_tokens",
+    "windows",
 ]

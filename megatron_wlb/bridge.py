@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import megatron.core
+from megatron.bridge.data.loaders import get_train_valid_test_num_samples
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training import checkpointing, setup, train
 from megatron.bridge.training import eval as evaluation
@@ -25,7 +26,7 @@ from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_wlb.adapter import compat, describe, report
+from megatron_wlb.adapter import compat, datasets, describe, report
 from megatron_wlb.adapter.clock import attended_squares
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.describe.adapt import adapt
@@ -149,6 +150,7 @@ class _Run(Callback):  # type: ignore[misc]
             self._args.iteration = train_state.step
             self._args.consumed_train_samples = train_state.consumed_train_samples
             self._args.consumed_valid_samples = train_state.consumed_valid_samples
+            self._training.load(datasets.build(self._args, get_train_valid_test_num_samples(cfg), cfg.dataset))
             found = self._training.batches().values()
             train_state.do_train, train_state.do_valid, train_state.do_test = (each is not None for each in found)
             return tuple(None if each is None else RerunDataIterator(each) for each in found)
@@ -167,7 +169,8 @@ class _Run(Callback):  # type: ignore[misc]
 def arguments(config: ConfigContainer, overlap: Any = None) -> dict[str, Any]:
     """Return Megatron's arguments that say what configs say, and `overlap` where it has a say."""
     dataset = config.dataset
-    found = {f.name: getattr(part, f.name) for part in _parts(config) for f in fields(part)}
+    found: dict[str, Any] = dict.fromkeys(("skip_train", "phase_transition_iterations"))
+    found |= {f.name: getattr(part, f.name) for part in _parts(config) for f in fields(part)}
     found |= {name: value for name, value in vars(overlap or Namespace()).items() if value is not None}
     found |= {argument: found.pop(name, None) for name, argument in _ARGUMENTS.items()}
     if hasattr(layout := found["pipeline_model_parallel_layout"], "layout"):  # configs are final
@@ -184,9 +187,11 @@ def arguments(config: ConfigContainer, overlap: Any = None) -> dict[str, Any]:
         "per_split_data_args_path": None,
         "mock_data": dataset.blend is None and dataset.blend_per_split is None,
         "dataloader_type": "external",
+        "wlb_dataloader_type": dataset.dataloader_type,
         "group_query_attention": True,  # a config has heads / groups of 1 where it has none
         "untie_embeddings_and_output_weights": not found["share_embeddings_and_output_weights"],
         "spec": None,
+        "dataloader_inter_document_masking": dataset.inter_document_masking,
         "padded_vocab_size": None,
         "rank": get_rank_safe(),
         "world_size": get_world_size_safe(),
@@ -245,7 +250,7 @@ def _set(config: ConfigContainer, args: Namespace) -> None:
         for owner in (*_parts(config), config.comm_overlap):
             if hasattr(owner, field):
                 setattr(owner, field, vars(args)[name])
-    print_rank_0("\n".join(changes.lines(args)))
+    print_rank_0("\n".join(changes.lines()))
 
 
 def _parts(config: ConfigContainer) -> list[Any]:

@@ -25,7 +25,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import print_rank_0
 
 from megatron_wlb.files import INPUTS
-from megatron_wlb.plan.dataset import DocumentIndex, read_index, trained_tokens
+from megatron_wlb.plan.dataset import DocumentIndex, read_index
 
 VERSION = 1
 ROLES = ("system", "user", "assistant", "tool")
@@ -45,11 +45,9 @@ class Conversations:
     mask: np.ndarray
     """uint8 [tokens of the file], 1: trained as a target."""
     lengths: np.ndarray
-    """Trained rows of each, int32 [conversations]; 0: left out."""
-    rows: np.ndarray
-    """Tokens of each row of the files, which may hold several conversations."""
-    content: str
-    """Digest of everything above."""
+    """Tokens of each, int32 [conversations]; 0: left out."""
+    begins: np.ndarray
+    """The first of each row of the files, int64 [rows + 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +92,18 @@ def read(path: str, args: Namespace) -> Conversations:
     mask = np.memmap(folder / "mask.bin", np.uint8, "r")
     places = np.load(folder / "rows.npy", mmap_mode="r")
     begins = np.flatnonzero(np.diff(places, axis=0, prepend=-1).any(axis=1))
-    lengths = trained_tokens(index.tokens).astype(np.int32)
+    lengths = np.array(index.lengths)
     (long,) = np.nonzero(lengths > args.seq_length)
-    truncate = args.wlb_sft_too_long == "truncate"
-    for i in long.tolist():
-        first = int(index.pointers[i]) // index.item_bytes
-        # Upstream's last row has padding as its target.
-        kept = truncate and mask[first + 1 : first + args.seq_length].any()
-        lengths[i] = args.seq_length - 1 if kept else 0
+    if args.wlb_sft_too_long == "drop":
+        lengths[long] = 0
     if len(long):
         number, row = places[long[0]].tolist()
+        how = "left out" if args.wlb_sft_too_long == "drop" else "cut off there"
         print_rank_0(
             f"> wlb: {len(long)} of {len(lengths)} conversations of {path} have more than --seq-length "
-            f"{args.seq_length} tokens, and are {'cut off there' if truncate else 'left out'}; the first: "
-            f"{files[number]} line {row}"
+            f"{args.seq_length} tokens, and are {how}; the first: {files[number]} line {row}"
         )
-    rows = np.add.reduceat(index.tokens, begins, dtype=np.int64)
-    return Conversations(index, mask, lengths, rows, f"{key} {args.seq_length} {args.wlb_sft_too_long}")
+    return Conversations(index, mask, lengths, np.append(begins, len(lengths)))
 
 
 def _files(path: str) -> list[Path]:

@@ -147,6 +147,11 @@ class Packing(Settings):
     steady_tokens: ClassVar[bool] = False
     """Steps hold N * C tokens whatever M is, so M can be chosen for time alone (`--wlb-micro-batches auto`)."""
 
+    @property
+    def delays(self) -> bool:
+        """Whether documents may run in a later step than Megatron's."""
+        return False
+
     def most_step_tokens(self, job: "Job") -> int | None:
         """Most tokens that a step holds, whatever S_max is; None: as many as fit."""
         return job.batch_tokens if self.fixed_length else None
@@ -177,6 +182,8 @@ class Job:
     reorder: bool = True
     """Place and order micro-batches, and documents in them, by work. False keeps the order of packing, as Megatron
     does."""
+    whole_documents: bool = False
+    """A step trains whole documents, so that its tokens vary (`--wlb-documents whole`)."""
     cp_exchange: str = "shared"
     """Which K and V context-parallel ranks exchange. shared: needed rows of documents on several ranks, in rounds.
     latents: the same rows as latents, before attention. all: all documents by one all-gather, as in the paper. ring:
@@ -250,6 +257,11 @@ class Job:
             raise ValueError(
                 f"{count} micro-batches for {self.global_batch_size} windows a step: those of {self.packing.name} "
                 "packing are one window long; give as many"
+            )
+        if self.packing.fixed_length and self.whole_documents:
+            raise ValueError(
+                f"whole documents (--wlb-documents) do not fit the windows of {self.packing.name} packing; choose "
+                "adaptive or wlb"
             )
         # Upper bound of a step: all passes of all stages run one after the other.
         passes = 3 * count * self.parallel.pp * self.parallel.vpp
@@ -327,6 +339,12 @@ class Job:
             group_size=self.parallel.group_size,
             hidden_transfers=self.hidden_transfers and self.parallel.vpp > 1,
         )
+
+    def of_step(self, count: int, tokens: int) -> "Job":
+        """Return the job of a step of `count` micro-batches that hold `tokens`."""
+        if count == self.num_micro_batches:
+            return self
+        return replace(self, num_micro_batches=count, global_batch_size=max(1, tokens // self.context_length))
 
     def sharded(self, **settings: Any) -> "Job":
         """Return the job with other settings of context parallelism."""

@@ -8,17 +8,17 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step, step_cost
-from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import simulate_step
 from megatron_wlb.types import PackedBatch, document_work
 
-SHARES = (1, 3 / 2, 2, 3, 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
+SHARES = (1, 3 / 2, 2, 3, 4, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 """Micro-batches per window to try, if a step can have that many."""
-RANKS = 2
-"""Data-parallel ranks that represent all."""
+RANKS = 8
+"""Data-parallel ranks that represent all; the slowest of fewer would be faster than the slowest of all."""
 WARM_UP, WINDOWS, LEAST_STEPS, MOST_STEPS = 24, 224, 4, 32
 """Steps that are packed and not counted; then the windows to count, and bounds on the steps that hold them."""
 ALIKE = 0.01
@@ -34,11 +34,11 @@ class Prediction(NamedTuple):
 
 
 def predictions(
-    default: Job, make: Callable[..., Job], stream: Callable[[], DocumentStream], *, memory_known: bool
+    default: Job, make: Callable[..., Job], samples: Samples, *, memory_known: bool, first_sample: int = 0
 ) -> tuple[Job, list[Prediction]]:
     """Return the job with the best number of micro-batches, and all predictions.
 
-    All see the same first documents, of `stream`, on a few data-parallel ranks; time is work if a job is `untimed`.
+    All see the same samples, from `first_sample` on, on a few data-parallel ranks; time is work if a job is `untimed`.
     `default` has one micro-batch per window; `make` builds a job with `num_micro_batches`, and raises ValueError if it
     cannot have that many, or if they do not fit memory (`memory_known`; else none of several windows is tried).
     """
@@ -49,9 +49,9 @@ def predictions(
         if count >= windows or memory_known:
             with contextlib.suppress(ValueError):
                 jobs.setdefault(int(count), make(num_micro_batches=int(count)))
-    if len(jobs) == 1:
+    if len(jobs) == 1 or _steps_left(default, samples, first_sample) <= 0:
         return default, []
-    tried = [Prediction(job, *_measured(_scaled(job), stream)) for job in jobs.values()]
+    tried = [Prediction(job, *_measured(_scaled(job), samples, first_sample)) for job in jobs.values()]
     best, unit = min(each.time for each in tried), tried[0].time
     alike = [each for each in tried if each.time <= (1 + ALIKE) * best]
     chosen = min(alike, key=lambda each: (round(each.late_steps, 2), each.time)).job
@@ -59,30 +59,39 @@ def predictions(
     return chosen, sorted(rows, key=lambda each: each.job.num_micro_batches)
 
 
+def _steps_left(job: Job, samples: Samples, first_sample: int) -> int:
+    """Return the steps from a sample on to the end of the data, the last of which it may fill in part."""
+    return 1 << 30 if samples.order is not None else -(-(len(samples) - first_sample) // job.global_batch_size)
+
+
 def step_time(job: Job, packing: PackedBatch) -> float:
     """Return a step's time: simulated us, or `step_cost` if `untimed`."""
     if untimed(job):
         return step_cost(packing, job)
-    return simulate_step(job, shard_step(job, packing.lengths)).time
+    return simulate_step(job, shard_step(job, packing.lengths, packing.ranks)).time
 
 
 def _scaled(job: Job) -> Job:
-    """Return the job with `RANKS` data-parallel ranks, or as many as divide experts."""
+    """Return the job with about `RANKS` data-parallel ranks, whole groups of those that divide experts."""
     parallel = job.parallel
-    ranks = min(parallel.dp, max(RANKS, parallel.expert_dp_ranks))
+    ranks = min(parallel.dp, -(-RANKS // parallel.expert_dp_ranks) * parallel.expert_dp_ranks)
     windows, count = (size * ranks // parallel.dp for size in (job.global_batch_size, job.num_micro_batches))
     return replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
 
 
-def _measured(job: Job, stream: Callable[[], DocumentStream]) -> tuple[float, float]:
+def _measured(job: Job, samples: Samples, first_sample: int) -> tuple[float, float]:
     """Return the time of steps per work, and the mean delay of their tokens in steps."""
-    packer = make_packer(stream(), job)
+    packer = Packer(samples, job, first_sample=first_sample)
+    warm_up = min(WARM_UP, _steps_left(job, samples, first_sample) // 2) if job.packing.delays else 0
     steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0
-    for k in range(WARM_UP + steps):
-        step = packer.next()
+    for k in range(warm_up + steps):
+        try:
+            step = packer.next()
+        except StopIteration:  # a run of few steps
+            break
         packing, lengths = step.batch, step.batch.documents["length"]
-        if k < WARM_UP:
+        if k < warm_up:
             continue
         time += step_time(job, packing)
         work += float(document_work(lengths, job.crossover_tokens).sum())

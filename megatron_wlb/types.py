@@ -1,7 +1,6 @@
 """What a plan is made of: integers only, half-open ranges.
 
-A document of T tokens has T - 1 *trained tokens*, each with the next one as its target; all lengths count these. The
-stream cuts documents longer than the context window; a piece is a document for everything that follows.
+A sample of Megatron's dataset consists of pieces of documents; each is a document for everything that follows.
 """
 
 import math
@@ -12,12 +11,12 @@ import numpy as np
 
 DOCUMENT = np.dtype(
     [
-        ("index", "<i8"),  # place in the stream: unique, increasing; breaks every tie
+        ("index", "<i8"),  # sample * C + place of its first token there: increasing; breaks every tie
         ("dataset", "<i8"),  # which dataset of the blend
-        ("document", "<i8"),  # which document of that dataset
-        ("offset", "<i8"),  # first trained token within the document
-        ("length", "<i8"),  # trained tokens, >= 1
-        ("arrival", "<i8"),  # step in which the stream delivered it
+        ("document", "<i8"),  # which document of that dataset, in the dataset's own order
+        ("offset", "<i8"),  # first token within the document
+        ("length", "<i8"),  # tokens, >= 1
+        ("arrival", "<i8"),  # step whose samples it belongs to
     ]
 )
 """One row per document (or piece of one) that is trained as a unit of attention."""
@@ -34,6 +33,8 @@ class PackedBatch:
     """DOCUMENT [n], ordered by micro-batch."""
     bounds: np.ndarray
     """int64 [M + 1]."""
+    ranks: np.ndarray | None = None
+    """Micro-batches of each data-parallel rank, int64 [dp, M / dp]; None: not dealt yet."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -54,7 +55,7 @@ class PackedBatch:
 
 
 class Draw(Protocol):
-    """How a packing policy takes documents from the stream in one step."""
+    """How a packing policy takes the pieces of samples in one step."""
 
     @property
     def exhausted(self) -> bool:
@@ -62,13 +63,13 @@ class Draw(Protocol):
 
     @property
     def ahead(self) -> int:
-        """Tokens taken so far beyond the beginning of this step's global batch."""
+        """Tokens taken so far beyond the beginning of this step's own samples."""
 
     def more(self, tokens: int) -> np.ndarray:
-        """The next DOCUMENT rows, of at least `tokens` tokens in all unless the data ends."""
+        """The next DOCUMENT rows, whole samples of at least `tokens` tokens in all unless the data ends."""
 
-    def global_batch(self, most_tokens: int | None = None) -> np.ndarray:
-        """Return DOCUMENT rows of what is left of the global batch, at most `most_tokens`.
+    def own(self, most_tokens: int | None = None) -> np.ndarray:
+        """Return DOCUMENT rows of what is left of the step's own N samples, at most about `most_tokens`.
 
         What earlier steps took too little is not made up for.
         """

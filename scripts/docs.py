@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.convergence_report import page
 from benchmarks.paper import report
 from benchmarks.results import Row
-from benchmarks.step_time import ACROSS
+from benchmarks.step_time import ACROSS, DELAY, OURS, RING, WIDER
 from megatron_wlb.describe.settings import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -68,24 +68,25 @@ def flags() -> str:
 
 
 def limit() -> str:
-    """Shares of the limit that a step reaches on F2, and tokens per second over Megatron, by layout and scheme."""
-    rows = _result("step_time")["rows"]
-    shown = [ACROSS, "ring per document", "paper", "ours, M = N", "ours, auto"]
-    titles = ["job", "window", *shown[:3], "`--wlb`, M = N", "`--wlb`, auto", "M, N", *(f"over {o}" for o in shown[:2])]
+    """Shares of the limit that a step reaches on F2, and tokens per second over Megatron, by case and scheme."""
+    shown = [ACROSS, RING, "paper", "ours, M = N", OURS]
+    titles = ["job", "window", "windows", *shown[:3], "`--wlb`, M = N", "`--wlb`, auto", "M"]
+    titles += [f"over {RING}", f"over {ACROSS}", "with a delay (steps late)", "twice the CP"]
     lines = []
-    for (layout, window), several in itertools.groupby(
-        (row for row in rows if row["data"] == "F2"), key=lambda row: (row["layout"], row["window"])
-    ):
+    cases = itertools.groupby(
+        _result("step_time")["rows"], key=lambda row: (row["layout"], row["dp"], row["window"], row["windows"])
+    )
+    for (layout, dp, window, windows), several in cases:
         schemes = {row["scheme"]: row for row in several}
-        best = schemes["ours, auto"]
-        # A share of the limit of a run that is slower by the clock than Megatron's, which has another limit, misleads.
-        hidden = shown[3:] if best[f"over {shown[1]}"] < 1 else []
-        shares = ("slower" if name in hidden else f"{100 * schemes[name]['of_limit']:.0f} %" for name in shown)
-        cells = [layout, f"{window >> 10}K", *shares]
-        cells += [f"{best['micro_batches']}, {best['windows']}"]
-        cells += [f"{best[f'over {o}']:.2f} ± {best[f'over {o}, error']:.2f}" for o in shown[:2]]
-        lines.append([*cells, f"{best['late_steps']:.2f}"])
-    return _table([*titles, "delay"], lines)
+        best, delay, wider = (schemes.get(name) for name in (OURS, DELAY, WIDER))
+        assert best is not None
+        cells = [f"{layout}{f' DP{dp}' if dp > 1 else ''}", f"{window >> 10}K", str(windows)]
+        cells += [f"{100 * schemes[name]['of_limit']:.0f} %" for name in shown]
+        cells += [f"{best['micro_batches']}", f"{best[f'over {RING}']:.2f} ± {best[f'over {RING}, error']:.2f}"]
+        cells += [f"{best[f'over {ACROSS}']:.2f}"]
+        cells += [f"{delay[f'over {RING}']:.2f} ({delay['late_steps']:.2f})" if delay else ""]
+        lines.append([*cells, f"{wider[f'over {RING}']:.2f}" if wider else ""])
+    return _table(titles, lines)
 
 
 def published() -> str:

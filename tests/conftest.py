@@ -1,4 +1,7 @@
-"""Tests marked `full` run only with --run-full; no test has a deadline, since a busy machine is no failure."""
+"""Tests marked `full` run only with --run-full; no test has a deadline, since a busy machine is no failure.
+
+Hypothesis tries the same examples on every machine; `--hypothesis-profile random` tries others, and ten times as many.
+"""
 
 import os
 from pathlib import Path
@@ -7,8 +10,9 @@ import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that share a core with others wait for each other, for minutes
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None, max_examples=1000)
+settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

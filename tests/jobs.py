@@ -1,4 +1,4 @@
-"""Jobs and packers for tests: `job` makes a small one, of which a test says only what it is about."""
+"""Jobs, samples and packers for tests: `job` makes a small one, of which a test says only what it is about."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Parallel, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.pipeline.split import Split
-from megatron_wlb.plan.packer import Packer, make_packer
-from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.samples import Samples, blended, windows
 
 MODEL = ModelShape(
     num_layers=8,
@@ -40,7 +40,21 @@ def job(**changes: Any) -> Job:
     return make_job(**given)
 
 
-def packer(job: Job, *datasets: Source | Sequence[int] | np.ndarray, seed: int = 1, **how: Any) -> Packer:
-    """A packer of documents of these lengths; `how` is for the stream."""
-    sources = [each if isinstance(each, Source) else Source(lengths=np.asarray(each, np.int64)) for each in datasets]
-    return make_packer(DocumentStream(sources, seed=seed, context_length=job.context_length, **how), job)
+def samples(
+    *datasets: Sequence[int] | np.ndarray,
+    context_length: int = 64,
+    seed: int | None = 1,
+    num_samples: int | None = None,
+    whole: bool = False,
+) -> Samples:
+    """One epoch of documents of these lengths, or `num_samples` at least; several datasets are blended by size."""
+    how = {"seed": seed, "num_samples": num_samples, "whole": whole}
+    parts = [windows(np.asarray(each, np.int64), context_length, **how) for each in datasets]
+    sizes = [len(part) for part in parts]
+    blend = blended(parts, sizes, sum(sizes)) if len(parts) > 1 else None
+    return Samples(parts=parts, blend=blend, context_length=context_length)
+
+
+def packer(job: Job, *datasets: Sequence[int] | np.ndarray, **how: Any) -> Packer:
+    """A packer of documents of these lengths; `how` is for `samples`."""
+    return Packer(samples(*datasets, context_length=job.context_length, whole=job.whole_documents, **how), job)

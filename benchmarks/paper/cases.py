@@ -55,7 +55,7 @@ CALIBRATION = (
         "F2",
         "megatron_wlb/plan/mock.py, its parameters fitted to Table 2; longer than the window: cut to it",
     ),
-    ("loader", "cut", "cuts documents at every window, as for F2; all schemes get the same pieces"),
+    ("samples", "windows", "as Megatron cuts them, in the order of documents; all schemes get the same pieces"),
     ("models", "550m, 30b", "shapes that the paper does not give are assumed in megatron_wlb/model.py"),
     ("exchange", "staged", "ours: the K and V that are needed, in stages; others gather all of them, nothing overlaps"),
 )
@@ -63,11 +63,9 @@ CALIBRATION = (
 
 
 @lru_cache(maxsize=8)
-def documents(window: int, seed: int, cut: bool) -> np.ndarray:
-    """Lengths of F2's documents, or with `cut` of the pieces that a loader makes of them at every window."""
-    lengths = f2(DOCUMENTS, seed, window)
-    ends = np.cumsum(lengths)
-    return np.diff(np.union1d(ends, np.arange(window, ends[-1], window)), prepend=0) if cut else lengths
+def documents(window: int, seed: int) -> np.ndarray:
+    """Lengths of F2's documents."""
+    return f2(DOCUMENTS, seed, window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +75,6 @@ class Case:
     name: str
     job: Job
     """As Plain-4D runs it."""
-    cut: bool = True
-    """The loader cuts documents at every window; False keeps them whole for policies that don't cut."""
 
     @property
     def window(self) -> int:
@@ -86,7 +82,7 @@ class Case:
 
     def lengths(self, seed: int = 0) -> np.ndarray:
         """Lengths as they come, int64 [documents]."""
-        return documents(self.window, seed, self.cut)
+        return documents(self.window, seed)
 
     def changed(self, **job: Any) -> "Case":
         """The case with other fields of the job, which change the crossover."""

@@ -7,8 +7,9 @@ import numpy as np
 from benchmarks import results
 from benchmarks.results import Row
 
-COLUMNS = ("paper", "reproduced", "ours, balance alone", "limit of balance", "ours", "limit")
-COLORS = {"Fixed-4D": "#8c8c8c", "WLB-LLM": "#d55e00", "ours, balance alone": "#56b4e9", "ours": "#0072b2"}
+OURS = ("ours, balance alone", "ours", "ours, delay, balance alone", "ours, delay")
+COLUMNS = ("paper", "reproduced", *OURS, "limit of balance", "limit")
+COLORS = {"Fixed-4D": "#8c8c8c", "WLB-LLM": "#d55e00", "ours": "#56b4e9", "ours, delay": "#0072b2"}
 FIGURES = ("table 2", "12", "15")
 PACKINGS = {
     "original": (1.44, 0),
@@ -47,7 +48,7 @@ def compare(rows: list[Row]) -> list[Row]:
     lines = []
     for r in of(rows, "table 2"):
         paper, ms = PACKINGS.get(r["packing"], (None, None))
-        column = "ours" if r["packing"].startswith("ours") else "reproduced"
+        column = r["packing"] if r["packing"] in OURS else "reproduced"
         for what, stated, value in (("imbalance", paper, r["imbalance"]), ("ms (measured)", ms, r.get("measured_ms"))):
             lines.append({"figure": "table 2", "what": f"{what}, {r['packing']}", "paper": stated, column: value})
     for (figure, group), by_scheme in speedups(rows).items():

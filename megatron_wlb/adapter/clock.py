@@ -24,8 +24,8 @@ Span = tuple[Any, Any]
 class Clock:
     """Times passes and their waits for the K/V exchange, without synchronising."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self) -> None:
+        self._job: Job
         self._spans: dict[str, list[Span]] | None = None
 
     def begin(self) -> None:

@@ -13,7 +13,7 @@ import inspect
 import os
 import textwrap
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -181,8 +181,8 @@ def whole_tracker() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mean_losses(windows: float) -> Iterator[None]:
-    """Log router and MTP losses as means over micro-batches of `windows` each."""
+def mean_losses(windows: Callable[[], float]) -> Iterator[None]:
+    """Log router and MTP losses as means over micro-batches of so many windows each in the step."""
     tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
     helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
 
@@ -190,7 +190,7 @@ def mean_losses(windows: float) -> Iterator[None]:
         @functools.wraps(original)
         def report(*args: Any, **kwargs: Any) -> Any:
             call = inspect.signature(original).bind(*args, **kwargs)
-            call.arguments["loss_scale"] *= windows
+            call.arguments["loss_scale"] *= windows()
             return original(*call.args, **call.kwargs)
 
         return report

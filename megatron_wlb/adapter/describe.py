@@ -3,7 +3,6 @@
 import importlib
 import math
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,15 +11,14 @@ import torch
 
 from megatron_wlb import packing
 from megatron_wlb.adapter import compat
+from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.megatron import MegatronArguments, job_of
 from megatron_wlb.describe.settings import PlanSettings, RunSettings
 from megatron_wlb.hardware.profile import AMPERE_PROFILE, DEFAULT_PROFILE, FLOPS_PROFILE
 from megatron_wlb.job import Job, Sharding
 from megatron_wlb.micro_batches import Prediction, predictions
-from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 
@@ -34,11 +32,13 @@ def check(args: Namespace) -> None:
     policy = packing.from_args(args)
     if said := packing.without_effect(args):
         raise ValueError(f"{said[0]}; choose that, or take the flag out")
-    if getattr(args, "sft", False) and policy.fixed_length:
+    if getattr(args, "sft", False) and (policy.delays or policy.name == "fixed"):
         raise ValueError(
-            f"--wlb: --wlb-packing {policy.name} cuts documents where a window ends, and --sft trains whole "
-            "conversations; give adaptive or wlb"
+            f"--wlb: --wlb-packing {policy.name} moves documents by the windows that they fill, and rows of --sft fill "
+            "them in part; give adaptive without --wlb-max-delay-steps, or original"
         )
+    if policy.name == "fixed" and getattr(args, "mtp_num_layers", None):
+        raise ValueError("--wlb: --wlb-packing fixed cuts what --mtp-num-layers looks ahead to; leave one of them out")
     a = MegatronArguments.of(vars(args))
     # Memory and the split of layers are checked later, once everything is known.
     settings = replace(
@@ -108,16 +108,16 @@ def make_job(args: Namespace, **fixed: Any) -> Job:
     )
 
 
-def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job, list[Prediction]]:
-    """Return the job of `make_job`, and what `--wlb-micro-batches auto` compared, [] if nothing.
+def best_job(args: Namespace, job: Job, data: SplitData) -> tuple[Job, list[Prediction]]:
+    """Return the job for the training samples, and what `--wlb-micro-batches auto` compared, [] if nothing.
 
-    `stream` returns the run's documents from the beginning.
+    `job` is that of `make_job`.
     """
-    job, settings = make_job(args), PlanSettings.from_args(args)
+    settings = PlanSettings.from_args(args)
     if settings.micro_batches != "auto" or compat.batch_sizes(args):
         return job, []
     known = settings.memory_budget is not None or _budget_bytes(args) is not None
-    return predictions(job, partial(make_job, args), stream, memory_known=known)
+    return predictions(job, partial(make_job, args), data.samples, memory_known=known, first_sample=data.first_sample)
 
 
 def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:
@@ -139,13 +139,16 @@ def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:
-    """Return the job of evaluation, in data order or by conversations. Raises ValueError."""
+    """Return the job of evaluation, sample by sample. Raises ValueError."""
     count = args.eval_global_batch_size
+    if args.full_validation:  # for which upstream's micro-batches are of one window
+        count //= args.wlb_eval_windows_per_micro_batch
     try:
         return replace(
             job,
             parallel=replace(job.parallel, group_size=args.microbatch_group_size_per_vp_stage),
-            packing=AdaptivePacking() if getattr(args, "sft", False) else OriginalPacking(),
+            packing=OriginalPacking(),
+            whole_documents=False,
             global_batch_size=count,
             num_micro_batches=count,
             defer_weight_gradients=False,

@@ -1,17 +1,18 @@
-"""Loss of a micro-batch, and multi-token prediction by upstream's layers with tokens from the loader.
+"""Loss of a micro-batch by upstream's weights, and multi-token prediction with tokens from the loader.
 
 At depth k, the row of token i has token i + k as input and token i + k + 1 as target. Upstream rolls the micro-batch,
-which crosses documents and shards. Here the loader reads the tokens of the document; beyond its end they are token 0
+which crosses shards. Here the loader reads the tokens that follow; behind the window, or the document, they are token 0
 with weight 0.
 """
 
 import contextlib
 import importlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
@@ -19,33 +20,39 @@ from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.data import Batch
 
 
-def weights(targets: Sequence[int]) -> list[float]:
-    """Return a target's loss weight by depth: each depth weighs as the main loss does.
+def weights(counts: np.ndarray, windows: int | None, *, per_token: bool) -> np.ndarray:
+    """Return a target's weight by depth and micro-batch of origin, float32 [1 + depths, micro-batches].
 
-    `targets` are those of the main loss and of each depth, over all data-parallel ranks in a step.
+    Upstream takes the mean loss of every micro-batch, and then the mean of these (`per_token`: one mean over all
+    targets); a depth of multi-token prediction weighs as the main loss does. Here losses are summed and divided by the
+    trained targets of the step, so a weight is that number over micro-batches times targets of its own. `counts`, int64
+    [slots, 1 + depths]: of samples, `windows` to a micro-batch; None: of anything, all of which weigh the same.
     """
-    return [targets[0] / count if count else 0.0 for count in targets[1:]]
+    size = len(counts) if windows is None else windows
+    targets = np.add.reduceat(counts, np.arange(0, len(counts), size), axis=0).astype(float)
+    total = targets[:, :1] if per_token or windows is None else targets[:, :1].sum() / len(targets)
+    return np.divide(total, targets, out=np.zeros_like(targets), where=targets > 0).T.astype(np.float32)
 
 
 def rolled(
-    batch: Batch, positions: torch.Tensor, scales: Sequence[float], context_length: int
+    batch: Batch, positions: torch.Tensor, weights: torch.Tensor | None, context_length: int, depths: int
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """Yield the results of upstream's `roll_tensor` in a forward pass.
 
     Its layers ask for the inputs of each depth: tokens [1, s], then positions [1, s]; its loss for labels [1, s], then
     the mask [1, s] with its sum, by which it divides what it multiplies by the trained tokens. The sum returned is
-    their number, so the mask alone is a target's weight.
+    their number, so the mask alone is a target's weight: `weights` [1 + depths, s] or 1.
     """
     assert batch.tokens is not None and batch.labels is not None and batch.loss_mask is not None
-    depths = range(1, len(scales) + 1)
     trained = batch.loss_mask[:1].sum()
-    for depth in depths:
+    for depth in range(1, depths + 1):
         yield batch.tokens[depth : depth + 1], None
         # Beyond the end of a document any valid position will do.
         yield (positions + depth).clamp(max=context_length - 1).unsqueeze(0), None
-    for depth, scale in zip(depths, scales, strict=True):
+    for depth in range(1, depths + 1):
         yield batch.labels[depth : depth + 1], None
-        yield batch.loss_mask[depth : depth + 1] * scale, trained
+        mask = batch.loss_mask[depth : depth + 1]
+        yield mask if weights is None else mask * weights[depth : depth + 1], trained
 
 
 @contextlib.contextmanager
@@ -82,14 +89,22 @@ _SPIKE = 10  # upstream's threshold: ten times the largest loss seen
 
 
 def token_loss(
-    args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
+    args: Namespace,
+    loss_mask: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    output: torch.Tensor,
+    *,
+    reports_weighted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return sum and number of the token losses, and both for the log; checks as upstream does.
 
-    Upstream divides gradients by the sum of this number over the global batch.
+    `weights` [s] of targets count in the sum, and in the log only if it `reports_weighted`; None: all are 1. Upstream
+    divides gradients by the sum of this number over the global batch.
     """
     assert loss_mask is not None  # the stage with the loss has the mask
-    loss = torch.sum(output.view(-1).float() * loss_mask.view(-1).float())
+    losses = output.view(-1).float() * loss_mask.view(-1).float()
+    loss = torch.sum(losses if weights is None else losses * weights)
+    said = (loss if reports_weighted else torch.sum(losses)).detach()
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for reject, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
@@ -101,4 +116,4 @@ def token_loss(
             result=loss, rejection_func=unexpected, message="Spiky loss", tolerance=0.0, fatal=False
         )
     tokens = loss_mask.sum().to(torch.int)
-    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])}
+    return loss, tokens, {"lm loss": torch.cat([said.view(1), tokens.detach().view(1)])}

@@ -1,9 +1,11 @@
-"""The plans of a run: planners of splits, packer state, and resuming."""
+"""The plans of a run: planners of splits, what they count, and what a run with delay keeps beside a checkpoint."""
 
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.training import print_rank_0
@@ -11,11 +13,11 @@ from megatron.training import print_rank_0
 import megatron_wlb
 from megatron_wlb import _native
 from megatron_wlb.adapter import describe
-from megatron_wlb.adapter.data import SplitData, stream_of, validation_sets
-from megatron_wlb.describe.settings import RunSettings
+from megatron_wlb.adapter.data import Reading
+from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.job import Job, differences
-from megatron_wlb.plan import document_log, state
-from megatron_wlb.plan.packer import IDENTITY, Packer, make_packer
+from megatron_wlb.plan import state
+from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.step import Planner, StepPlan, digest_of
 
 
@@ -27,75 +29,84 @@ def state_path(folder: str, iteration: int) -> Path:
 class Plans:
     """Plans by split and step; every rank makes the same plans."""
 
-    def __init__(self, args: Namespace, job: Job, run: RunSettings, splits: dict[str, SplitData]) -> None:
-        self._args, self._run, self._splits = args, run, splits
-        self._jobs = {"train": [(0, job)]}
+    def __init__(self, args: Namespace, job: Job, splits: dict[str, SplitData], readings: dict[str, Reading]) -> None:
+        self._args, self._splits, self._readings = args, splits, readings
+        self._jobs = {split: [(0, describe.evaluation_job(job, args))] for split in splits if split != "train"}
         """By split, from which step on which job."""
-        if args.eval_iters > 0 or args.full_validation:
-            evaluated = [*validation_sets(splits), *(() if args.multiple_validation_sets else ("test",))]
-            self._jobs |= {split: [(0, describe.evaluation_job(job, args))] for split in evaluated}
+        if "train" in splits:
+            self._jobs["train"] = describe.jobs_by_step(args, job, args.iteration)
         self._planners: dict[str, Planner] = {}
         self._asked: dict[str, Comparison] = {}
         """The next step of a split."""
         self._first_state: Any = None
-        self.first_step = 0
+        self.first_step: int = args.iteration
         """The first training step of this process."""
         self.last_step: int | None = None
         """The training step that is running, or ran last."""
-        self.begins_anew = False
-        """The first step trains the beginning of the data, although training is further along."""
-        self._agreed = _code() | {f"{split} {words}": 0 for split in splits for words in IDENTITY.values()}
-        """Digests of what must be the same on all ranks in every step, in words; 0 for splits that are not there."""
-
-    def runs(self, split: str) -> bool:
-        """Whether the run trains or evaluates a split."""
-        return split in self._jobs and bool(self._splits[split].sources)
-
-    def steps_of_pass(self, split: str) -> int:
-        """Return the steps in which an evaluation goes once through a split."""
-        stream, steps = stream_of(self._args, split, self._splits[split], num_epochs=1), 0
-        packer = make_packer(stream, self._jobs[split][0][1])
-        while not packer.finished:
-            packer.next()
-            steps += 1
-        return steps
+        self._same = _code() | {f"{split} data": data.identity for split, data in splits.items()}
+        """Digests of what must be the same on all ranks in every step, in words."""
 
     def planner(self, split: str, first_step: int) -> Planner:
-        """Return the planner of a split. Raises ValueError if the packer state does not fit."""
+        """Return the planner of a split. Raises ValueError if the state of a run with delay does not fit."""
         if split not in self._planners:
-            if split == "train":
-                self._jobs[split] = describe.jobs_by_step(self._args, self._jobs[split][0][1], first_step)
+            data = self._splits[split]
             (_, job), *later = self._jobs[split]
-            packer, *others = (
-                make_packer(stream_of(self._args, split, self._splits[split]), each) for _, each in self._jobs[split]
-            )
-            for name, value in packer.identity.items():
-                self._agreed[f"{split} {IDENTITY[name]}"] = digest_of(value)
-            if split == "train":
+            packer = Packer(data.samples, job, first_sample=data.first_sample, step=first_step)
+            if split == "train" and job.packing.delays:
                 self._resume(packer, first_step)
-            else:
-                for _ in range(first_step):
-                    packer.next()
-            dp_rank = mpu.get_data_parallel_rank()
+            elif split == "train" and first_step:
+                self._leave(first_step)
             # Others wait for this rank in collectives: be heard before those time out.
             patience = 30 * self._args.distributed_timeout_minutes
             self._planners[split] = Planner(
                 packer,
                 job,
-                dp_rank,
+                mpu.get_data_parallel_rank(),
                 first_step=first_step,
                 patience_seconds=patience,
-                later=[(*at, other) for at, other in zip(later, others, strict=True)],
+                count=self._count(split),
+                later=later,
             )
         return self._planners[split]
+
+    def _count(self, split: str) -> Callable[[PackedStep], np.ndarray | None]:
+        """Return what counts a step's trained targets, by slot, int64 [slots, 1 + depths].
+
+        A slot is a sample, or a micro-batch where documents run in other steps. Where tokens say what is trained, each
+        rank counts some slots, and leaves 0 for others.
+        """
+        reading, read = self._readings[split], self._reads(split)
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+        def count(packed: PackedStep) -> np.ndarray | None:
+            if not self._weighs(split):
+                return None
+            slots = _slots(packed, reading)
+            counts = np.zeros((len(slots), 1 + reading.depths), np.int64)
+            for i in range(rank, len(slots), ranks) if read else range(len(slots)):
+                counts[i] = reading.targets(slots[i], read=read).sum(axis=0)
+            return counts
+
+        return count
+
+    def _reads(self, split: str) -> bool:
+        """Whether tokens say what is trained."""
+        return any(text.masks for text in self._readings[split].texts)
+
+    def _weighs(self, split: str) -> bool:
+        """Whether targets weigh differently, or a digest tells what they weigh."""
+        reading, mean = self._readings[split], not self._args.wlb_per_token_loss
+        if split != "train":
+            return self._args.wlb_sft and mean
+        return (mean and self._reads(split)) or reading.depths > 0 or reading.digest
 
     def job(self, split: str, step: int) -> Job:
         """Return the job of a step; the first one's for steps before this process."""
         jobs = self._jobs[split]
         return next((job for first, job in reversed(jobs) if first <= step), jobs[0][1])
 
-    def begin(self, split: str, step: int, device: torch.device) -> StepPlan:
-        """Return the plan of a step about to run; forgets those before the last one.
+    def begin(self, split: str, step: int, device: torch.device) -> tuple[StepPlan, np.ndarray | None]:
+        """Return the plan of a step about to run, and all ranks' counts; forgets plans before the last one.
 
         Raises RuntimeError on every rank if any two planned the step differently, with what differs.
         """
@@ -105,16 +116,18 @@ class Plans:
         if split == "train":
             self.last_step = step
         asked = self._asked.pop(split, None)
+        reads = self._reads(split)
         if asked is None or asked.step != step:  # the first, or one that is replayed
-            asked = Comparison(split, step, self._agreed | plan.digests, plan.own_digest, device)
-        asked.check()
+            counted = plan.counted if reads else None
+            asked = Comparison(split, step, self._same | plan.digests, plan.own_digest, counted, device)
+        counts = asked.check()
         try:
             ahead = planner.get(step + 1)
-            told = self._agreed | ahead.digests, ahead.own_digest
+            told = self._same | ahead.digests, ahead.own_digest, ahead.counted if reads else None
         except RuntimeError:  # raised again when that step begins
-            told = dict.fromkeys(self._agreed | plan.digests, 0), 0
+            told = dict.fromkeys(self._same | plan.digests, 0), 0, plan.counted if reads else None
         self._asked[split] = Comparison(split, step + 1, *told, device)
-        return plan
+        return plan, counts if reads else plan.counted
 
     def trained(self, iteration: int) -> StepPlan:
         """Return the plan of the step that training counts as `iteration`, from 1 on."""
@@ -125,12 +138,14 @@ class Plans:
         return self._planners["train"].wait_seconds
 
     def save(self, iteration: int) -> None:
-        """Write the packer state after `iteration` next to the checkpoint. Raises OSError if the disk fails.
+        """Write what waits after `iteration` next to the checkpoint, with delay. Raises OSError if the disk fails.
 
         It follows `iteration`, not the last step that ran: a step that failed validation is saved as still to come.
         """
-        packer = self.trained(iteration).packed.state if iteration > self.first_step else self._first_state
-        state.save(state_path(self._args.save, iteration), packer, self.job("train", iteration - 1))
+        job = self.job("train", iteration - 1)
+        if job.packing.delays:
+            packer = self.trained(iteration).packed.state if iteration > self.first_step else self._first_state
+            state.save(state_path(self._args.save, iteration), packer, job)
 
     def _folder(self, step: int) -> str:
         """Return the folder of a checkpoint's state: --load, or --save for a non-persistent one."""
@@ -140,26 +155,44 @@ class Plans:
         )
         return self._args.save if lies_apart else here
 
+    def _leave(self, first_step: int) -> None:
+        """Raise ValueError if documents wait at the checkpoint and this run has no delay, unless told to go on."""
+        folder = self._folder(first_step)
+        if folder and state_path(folder, first_step).exists() and not self._args.wlb_no_load:
+            raise ValueError(
+                f"documents wait at the checkpoint {first_step} of {folder}, and none may wait here; give the delay "
+                "that it was saved with, or leave them out by --no-load-wlb"
+            )
+
     def _resume(self, packer: Packer, first_step: int) -> None:
-        """Bring a new packer to `first_step`, and print what changed."""
-        self.first_step = first_step
-        if self._run.document_log and torch.distributed.get_rank() == 0:
-            document_log.mend(self._run.document_log)
+        """Bring a new packer with delay to `first_step`, and print what changed."""
         try:
             if first_step:
                 before = _load(packer, self._folder(first_step), first_step)
                 changes = ", ".join(differences(before, self.job("train", first_step).to_json()))
                 print_rank_0(
-                    f"> wlb: resumed at iteration {first_step} with {sum(map(len, packer.waiting().values()))} "
-                    f"documents waiting; {f'changed: {changes}' if changes else 'nothing changed'}"
+                    f"> wlb: resumed at iteration {first_step} with {packer.num_waiting} documents waiting; "
+                    f"{f'changed: {changes}' if changes else 'nothing changed'}"
                 )
         except ValueError as error:
-            if not self._run.restart_packing:
-                raise ValueError(f"{error}; or begin with the data anew by --wlb-restart-packing") from error
-            packer.begin_at(first_step)
-            self.begins_anew = True
-            print_rank_0(f"> wlb: WARNING: the data begins anew at iteration {first_step}: {error}")
+            first = self._splits["train"].first_sample
+            lost = (
+                f"documents of the samples before {first} that waited then are not trained, and later ones maybe twice"
+            )
+            if not self._args.wlb_no_load:
+                raise ValueError(f"{error}; or go on without it by --no-load-wlb: {lost}") from error
+            print_rank_0(f"> wlb: WARNING: {error}; --no-load-wlb: {lost}")
         self._first_state = packer.state()
+
+
+def _slots(packed: PackedStep, reading: Reading) -> Sequence[np.ndarray]:
+    """Return the DOCUMENT rows of every sample of a step; of every micro-batch if they run in other steps."""
+    if reading.windows is None:
+        return [packed.batch.micro_batch(i) for i in range(len(packed.batch))]
+    sample = packed.drawn["index"] // reading.context_length - packed.first
+    last = int(sample.max(initial=-1))
+    bounds = np.searchsorted(sample, np.arange(last + 2))
+    return np.split(packed.drawn, bounds[1:-1])
 
 
 def _load(packer: Packer, folder: str, step: int) -> Any:
@@ -188,14 +221,28 @@ class Comparison:
     but it comes before the step, since behind calls that do not match no rank could say any more what differs.
     """
 
-    def __init__(self, split: str, step: int, same: dict[str, int], own_digest: int, device: torch.device) -> None:
-        """`same`: digests that all ranks share; `own_digest`: that of a data-parallel rank."""
+    def __init__(
+        self,
+        split: str,
+        step: int,
+        same: dict[str, int],
+        own_digest: int,
+        counted: np.ndarray | None,
+        device: torch.device,
+    ) -> None:
+        """`same`: digests that all ranks share; `own_digest`: that of a data-parallel rank; `counted`: see
+        `Plans._count`, each number by one rank or by all."""
         self._split, self.step, self._same, self._own_digest = split, step, same, own_digest
-        self._own = len(same) + mpu.get_data_parallel_rank()
-        told = torch.full((2, len(same) + mpu.get_data_parallel_world_size()), -1 << 63, dtype=torch.int64)
-        told[0, : len(same)] = torch.tensor([*same.values()])
-        told[0, self._own] = own_digest
-        told[1, : len(same)], told[1, self._own] = -told[0, : len(same)], -told[0, self._own]
+        self._own, self._shape = len(same) + mpu.get_data_parallel_rank(), None if counted is None else counted.shape
+        self._size = len(same) + mpu.get_data_parallel_world_size()
+        counts = np.empty(0, np.int64) if counted is None else counted.ravel()
+        # Reduced by the largest: a digest and its negative, which tell if any two differ, and the counts.
+        told = torch.full((2 * self._size + len(counts),), -1 << 63, dtype=torch.int64)
+        digests = told[: 2 * self._size].view(2, -1)
+        digests[0, : len(same)] = torch.tensor([*same.values()])
+        digests[0, self._own] = own_digest
+        digests[1, : len(same)], digests[1, self._own] = -digests[0, : len(same)], -digests[0, self._own]
+        told[2 * self._size :] = torch.from_numpy(counts)
         if device.type == "cuda":
             told = told.pin_memory().to(device, non_blocking=True)
         work = torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, async_op=True)
@@ -206,12 +253,15 @@ class Comparison:
             done = torch.cuda.current_stream().record_event()
             self._wait = lambda: done.query() or done.synchronize()
 
-    def check(self) -> None:
-        """Raise RuntimeError on every rank if any two plan differently, with what differs."""
+    def check(self) -> np.ndarray | None:
+        """Return all ranks' counts.
+
+        Raises RuntimeError on every rank if any two plan differently, with what differs.
+        """
         self._wait()
-        largest, least = self._told
+        largest, least = self._told[: 2 * self._size].view(2, -1)
         if torch.equal(largest, -least):
-            return
+            return None if self._shape is None else self._told[2 * self._size :].view(self._shape).numpy()
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, (self._own, self._same, self._own_digest))
         for rank, (place, parts, digest) in enumerate(ranks):
@@ -226,3 +276,4 @@ class Comparison:
                         f"{other} in {', '.join(names)}; check that all nodes have the same megatron_wlb, flags and "
                         "dataset files"
                     )
+        raise AssertionError("unreachable")

@@ -6,7 +6,7 @@ import json
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
@@ -18,12 +18,13 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer, print_ra
 from megatron_wlb import files
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.clock import Clock, attended_squares
-from megatron_wlb.adapter.data import SplitData
+from megatron_wlb.adapter.datasets import SplitData
+from megatron_wlb.adapter.digest import digest_line, reduced
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import Prediction
-from megatron_wlb.plan import document_log, metrics
+from megatron_wlb.plan import metrics
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.backends import choose_backend
 from megatron_wlb.settings import flag_with_value
@@ -38,10 +39,12 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 class Report:
     """Replaces upstream's step log (`installed`), and adds the output of `--wlb`."""
 
-    def __init__(
-        self, args: Namespace, job: Job, run: RunSettings, plans: Plans, tried: Sequence[Prediction] = ()
-    ) -> None:
-        self._args, self._job, self._run, self._plans, self._tried = args, job, run, plans, tried
+    def __init__(self, args: Namespace, run: RunSettings) -> None:
+        self._args, self._run = args, run
+        self._job: Job
+        self._plans: Plans
+        self._tried: Sequence[Prediction] = ()
+        self._digested: Callable[[], int] = lambda: 0
         self._waited = 0.0  # seconds for the planner, up to the last log line
         self._began = 0.0  # start of the last step, by `time.perf_counter`
         self._scalar_interval = args.tensorboard_log_interval if args.tensorboard_dir or args.wandb_project else 0
@@ -49,20 +52,25 @@ class Report:
         self._predicted: Future[tuple[float, dict[str, float]]] | None = None
         self._flops: list[float] = []  # of the steps since the last log line
         self._in_line = False
-        self.clock = Clock(job)
+        self.clock = Clock()
+
+    def begin(self, job: Job, plans: Plans, tried: Sequence[Prediction], digested: Callable[[], int]) -> None:
+        """Take what the data settle; `digested` returns this rank's part of the last step's digest."""
+        self._job, self._plans, self._tried, self._digested = job, plans, tried, digested
 
     def start(self, data: SplitData, backend: str) -> None:
         """Print what is trained and how it is planned."""
         job = self._job
-        documents, short = sum(len(s.lengths) for s in data.sources), sum(s.too_short for s in data.sources)
+        if data.remark:
+            print_rank_0(f"> wlb: {data.remark}")
         policy = [f"--wlb-packing {job.packing.name}"]
         values = ((f.name, getattr(job.packing, f.name)) for f in fields(job.packing))  # type: ignore[arg-type]
         policy += [flag_with_value(name, value) for name, value in values if value is not None]
         groups = f" in groups of {job.schedule().group}" if job.parallel.vpp > 1 else ""
         print_rank_0(
-            f"> wlb: {documents} documents ({short} under 2 tokens are left out), {' '.join(policy)} into "
-            f"{job.num_micro_batches} micro-batches a step{groups} for {job.global_batch_size} windows of "
-            f"{job.context_length} tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, "
+            f"> wlb: {len(data.samples)} samples of {len(data.samples.parts)} datasets, from {data.first_sample} on; "
+            f"{' '.join(policy)} into {job.num_micro_batches} micro-batches a step{groups} for {job.global_batch_size} "
+            f"windows of {job.context_length} tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, "
             f"CP sharding {job.sharding.cp_sharding}{' of latents' * (job.cp_exchange == 'latents')}"
         )
         if self._tried:
@@ -96,7 +104,7 @@ class Report:
         self._predicted = None
         if not self._wants(plan.step + 1):
             return
-        job = self._plans.job("train", plan.step)
+        job = self._plans.job("train", plan.step).of_step(len(plan.batch), plan.tokens)
         self.clock.measure(job)
         if _is_last() and not untimed(job):
             self._predicted = self._thread.submit(_predicted, job, plan.batch)
@@ -162,14 +170,12 @@ class Report:
         self._write(iteration, *self._measured(loss_dict, iteration))
 
     def _measured(self, loss_dict: Any, iteration: int) -> tuple[float | None, float]:
-        loss = float(loss_dict["lm loss"]) if _is_last() and self._wants(iteration) else None
+        wanted = self._wants(iteration) or self._run.digest
+        loss = float(loss_dict["lm loss"]) if _is_last() and wanted else None
         return loss, time.perf_counter() - self._began  # on a GPU, too: reading the loss waits for the step
 
     def _write(self, iteration: int, loss: float | None, took: float) -> None:
-        if self._run.document_log and torch.distributed.get_rank() == 0:
-            begins_anew = self._plans.begins_anew and iteration - 1 == self._plans.first_step
-            packing = self._plans.trained(iteration).batch
-            document_log.append(self._run.document_log, iteration - 1, packing, begins_anew=begins_anew)
+        digest = reduced(self._digested()) if self._run.digest else None
         measured = self.clock.shares(None if loss is None else took) if self._wants(iteration) else None
         if loss is None:
             return
@@ -177,6 +183,9 @@ class Report:
         waited, self._waited = self._plans.wait_seconds - self._waited, self._plans.wait_seconds
         predicted = self._predicted.result() if self._predicted else None
         entry = summary(plan, loss, took, waited, predicted=predicted, measured=measured)
+        if digest is not None:
+            print(digest_line(iteration, digest), flush=True)
+            entry["digest"] = digest
         if iteration % self._args.log_interval == 0:
             print(line(entry), flush=True)
         if self._run.log:
@@ -196,7 +205,7 @@ def _write_scalars(iteration: int, scalars: dict[str, float]) -> None:
 
 
 def _predicted(job: Job, packing: PackedBatch) -> tuple[float, dict[str, float]]:
-    step = simulate_step(job, shard_step(job, packing.lengths))
+    step = simulate_step(job, shard_step(job, packing.lengths, packing.ranks))
     return step.time, shares(step)
 
 
@@ -225,7 +234,7 @@ def summary(
     tokens, (predicted_us, shares) = plan.tokens, predicted or (None, None)
     return {
         "step": plan.step + 1,
-        "digest": f"{plan.digest:016x}",
+        "plan": f"{plan.digest:016x}",
         "loss": loss,
         "tokens": tokens,
         "num_micro_batches": len(plan.work),
@@ -254,6 +263,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
             {"tokens": m.tokens, "strategy": m.shards.strategy, "rounds": m.shards.rounds} for m in plan.micro_batches
         ],
         "lengths": [lengths.tolist() for lengths in plan.batch.lengths],
+        "ranks": None if plan.batch.ranks is None else plan.batch.ranks.tolist(),
     }
 
 

@@ -132,6 +132,7 @@ def _parsing(original: Any, given: set[str]) -> Any:
         parsed: Namespace = original(provider, ignore_unknown_args)
         given.update(given_in(parsers[0]))
         if "wlb" in given and not ignore_unknown_args:  # with which upstream looks ahead for a few flags
+            parsed.wlb_dataloader_type = parsed.dataloader_type
             if not parsed.use_checkpoint_args:
                 with one_line():
                     _settle(parsed, given)
@@ -152,7 +153,7 @@ def _settle(args: Namespace, given: set[str]) -> None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # upstream forbids it with FSDP, and else may demand it
     describe.check(args)
     if args.rank == 0:
-        print("\n".join(changes.lines(args)), flush=True)
+        print("\n".join(changes.lines()), flush=True)
 
 
 def _loading(original: Any, given: set[str]) -> Any:
@@ -180,12 +181,15 @@ def _loading(original: Any, given: set[str]) -> Any:
 def _training(original: Any) -> Any:
     @functools.wraps(original)
     def pretrain(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
         from megatron_wlb.adapter import compat
 
         if "--wlb" not in sys.argv:
+            if "--wlb-digest" in sys.argv:
+                return _digested(original, *args, **kwargs)
             with compat.prebuilt_dataset_helpers():
                 return original(*args, **kwargs)
-        from megatron.training import get_args
 
         from megatron_wlb.adapter.training import Training
 
@@ -198,9 +202,33 @@ def _training(original: Any) -> Any:
             training = Training(options)
         config = call["cfg_container"]
         training.configure(config.model, config.ddp)
-        call["train_valid_test_dataset_provider"] = training.dataset_provider
+        call["train_valid_test_dataset_provider"] = _in_one_line(training.dataset_provider)
         call["forward_step_func"] = training.forward_step
         with compat.prebuilt_dataset_helpers(), training.installed():
             return original(*bound.args, **bound.kwargs)
 
     return pretrain
+
+
+def _in_one_line(provider: Any) -> Any:
+    @functools.wraps(provider)
+    def dataset_provider(*args: Any, **kwargs: Any) -> Any:
+        with one_line():
+            return provider(*args, **kwargs)
+
+    return dataset_provider
+
+
+def _digested(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run upstream's training as it is, with the digest of every step."""
+    from megatron.training import get_args, get_tokenizer, training
+
+    from megatron_wlb.adapter import compat, digest
+
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    options = get_args()
+    upstream = digest.Upstream(get_tokenizer, per_token=options.calculate_per_token_loss)
+    bound.arguments["forward_step_func"] = upstream.watching(bound.arguments["forward_step_func"])
+    log = ("loss_dict", "total_loss_dict", "iteration")
+    with compat.prebuilt_dataset_helpers(), compat.replaced(training, "training_log", upstream.logged, log):
+        return original(*bound.args, **bound.kwargs)

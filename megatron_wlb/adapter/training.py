@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,13 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
-from megatron.training import checkpointing, initialize, print_rank_0, training
+from megatron.training import checkpointing, initialize, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import compat, data, describe, loss, tiles
-from megatron_wlb.adapter.data import Batch, DocumentDataset
+from megatron_wlb.adapter import compat, data, datasets, describe, loss, tiles
+from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
+from megatron_wlb.adapter.datasets import SplitData
+from megatron_wlb.adapter.digest import weighed
 from megatron_wlb.adapter.loss import token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
@@ -28,6 +30,7 @@ from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.adapter.wgrad import DeferredWeightGradients, Step, defer
 from megatron_wlb.describe.settings import RunSettings
+from megatron_wlb.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions
@@ -39,48 +42,40 @@ class Training:
     """A run, made before any process group exists. Raises ValueError on bad input."""
 
     def __init__(self, args: Namespace) -> None:
-        self._args, run = args, RunSettings.from_args(args)
-        gpu = torch.cuda.is_available()
+        self._args, self._run = args, RunSettings.from_args(args)
+        run, gpu = self._run, torch.cuda.is_available()
         if gpu:
             torch.cuda.set_device(args.local_rank)  # upstream sets it later, after backends are tested
         self._device = torch.device("cuda" if gpu else "cpu")
         files.INPUTS.clear()
-        self._splits = data.load_splits(args)
-        if run.log and args.rank == args.world_size - 1:  # the ranks that write them
+        datasets.check_files(args)
+        if run.log and args.rank == args.world_size - 1:  # the rank that writes it
             files.check_log(run.log, "--wlb-log")
-        if args.rank == 0:
-            if run.document_log:
-                files.check_log(run.document_log, "--wlb-document-log")
-            if args.save and os.path.isdir(args.save):
-                files.check_room(args.save, "--save")
-        train = functools.partial(data.stream_of, args, "train", self._splits["train"])
-        self._job, tried = describe.best_job(args, train)
-        job = self._job
+        if args.rank == 0 and args.save and os.path.isdir(args.save):
+            files.check_room(args.save, "--save")
+        args.sft = False  # by which upstream would take means over our micro-batches in evaluation
+        self._job = job = describe.make_job(args)
         self.attention = AttentionOptions(
             backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
             save_gathered=job.sharding.save_gathered_kv,
             gradients_in_fp32=job.sharding.cp_gradients == "fp32",
             latents=job.cp_exchange == "latents",
         )
-        self._plans = Plans(args, job, run, self._splits)
-        self._passes: dict[str, int] = {}
-        """Steps in which an evaluation goes once through each validation set, for --full-validation."""
-        if args.full_validation:
-            self._passes = {name: self._plans.steps_of_pass(name) for name in data.validation_sets(self._splits)}
-            if not args.multiple_validation_sets:  # upstream takes its own number of steps for a list
-                args.eval_iters, args.full_validation = self._passes["valid"], False
-        if getattr(args, "sft", False):
-            print_rank_0(
-                f"> wlb: --sft: a step trains {args.global_batch_size} windows of tokens, not as many rows; "
-                "--train-samples counts windows"
-            )
-        args.sft = False  # upstream would average evaluation over micro-batches; this is per trained token
-        self._report = Report(args, job, run, self._plans, tried)
+        self._plans: Plans
+        self._report = Report(args, run)
+        self._splits: dict[str, SplitData] = {}
+        self._readings: dict[str, Reading] = {}
         self._batches: dict[str, tuple[Iterator[Batch], ...]] = {}
         self._weight_gradients: DeferredWeightGradients | None = None
         self._deferring: Step | None = None
-        self._mtp_weights: list[float] = []
-        """Loss weight of each depth in the running step."""
+        self._weights: torch.Tensor | None = None
+        """Weights of targets by depth and micro-batch without `--wlb`, float32 [1 + depths, micro-batches]; None: 1."""
+        self._windows_per_micro_batch = 1.0
+        """In the running step, by its micro-batches."""
+        self._trained: np.ndarray | None = None
+        """Trained targets of each micro-batch without `--wlb`, for the digest."""
+        self._digested = 0
+        """This rank's part of the step's digest."""
 
     def configure(self, model: Any, ddp: Any) -> None:
         """Make upstream build the model of its configs as this run needs it."""
@@ -103,6 +98,7 @@ class Training:
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Return this rank's endless batches of the three splits."""
         if not vp_stage:
+            self.load(datasets.build(self._args, num_samples))
             if self._device.type == "cuda":
                 connect(self._job, self._device)
             # Load each split once for all model chunks: workers for every chunk would be many processes.
@@ -111,38 +107,75 @@ class Training:
         batches = {split: chunks[vp_stage or 0] for split, chunks in self._batches.items()}
         valid: Any = batches.get("valid")
         if self._args.multiple_validation_sets:
-            valid = [_Pass(batches[name], steps) for name, steps in self._passes.items()]
-        return batches["train"], valid, batches.get("test")
+            valid = [_Pass(each, self._splits[name].steps or 0) for name, each in batches.items() if "valid" in name]
+        return batches.get("train"), valid, batches.get("test")
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 
-    def batches(self) -> dict[str, Iterator[Batch] | None]:
-        """Return this rank's endless batches of every split, None for one without; prints what is trained."""
-        found = {split: self._load(split) for split in self._splits}
-        self._report.start(self._splits["train"], self.attention.backend.name)
-        return found
+    def load(self, built: Sequence[Any]) -> None:
+        """Take the datasets of the three splits, and settle how they are trained.
 
-    def _load(self, split: str) -> Iterator[Batch] | None:
+        Raises ValueError for an empty training split, and for an empty validation set if the run evaluates.
+        """
+        args, (train, valid, test) = self._args, built
+        sets = {"train": train} if not args.skip_train else {}
+        if datasets.evaluates(args):
+            validation = {"valid": valid}
+            if args.multiple_validation_sets:
+                validation = {f"valid {i}": each for i, each in enumerate(valid)}
+            sets |= validation | ({} if test is None or args.multiple_validation_sets else {"test": test})
+        for name, dataset in sets.items():
+            if dataset is None or not len(dataset):
+                raise datasets.empty(args, name)
+        first = {"train": _consumed(args)}
+        if not args.skip_train and not args.full_validation:
+            first["valid"] = args.consumed_valid_samples
+        self._splits = {name: datasets.split_data(each, args, name, first.get(name, 0)) for name, each in sets.items()}
+        if args.full_validation and not args.multiple_validation_sets:
+            # Upstream takes its own number of steps for a list.
+            args.eval_iters, args.full_validation = self._splits["valid"].steps, False
+        tried: list[Prediction] = []
+        if train := self._splits.get("train"):
+            self._job, tried = describe.best_job(args, self._job, train)
+        moved = self._job.packing.delays or self._job.whole_documents
+        windows = None if moved else args.wlb_windows_per_micro_batch
+        self._readings = {
+            name: Reading(
+                split=name,
+                texts=each.texts,
+                context_length=args.seq_length,
+                windows=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
+                vocabulary=args.padded_vocab_size,
+                depths=args.mtp_num_layers or 0,
+                ahead_in_document=self._job.whole_documents or args.wlb_sft or args.dataloader_inter_document_masking,
+                in_window=args.position_embedding_type == "learned_absolute" and not args.reset_position_ids,
+                digest=self._run.digest and name == "train",
+            )
+            for name, each in self._splits.items()
+        }
+        self._plans = Plans(args, self._job, self._splits, self._readings)
+        self._report.begin(self._job, self._plans, tried, lambda: self._digested)
+
+    def batches(self) -> dict[str, Iterator[Batch] | None]:
+        """Return this rank's endless batches of every split, None for one that does not run; prints what is trained."""
+        found = {split: self._load(split) for split in self._splits}
+        if "train" in self._splits:
+            self._report.start(self._splits["train"], self.attention.backend.name)
+        return dict.fromkeys(datasets.SPLITS) | found
+
+    def _load(self, split: str) -> Iterator[Batch]:
         args = self._args
-        if not self._plans.runs(split):
-            return None
         first_step = args.iteration if split == "train" else 0
-        if split == "valid" and not self._passes:
-            first_step = args.consumed_valid_samples // args.eval_global_batch_size
-        planner = self._plans.planner(split, first_step)
-        dataset = DocumentDataset(
-            split,
-            self._splits[split],
+        dataset = BatchDataset(
+            self._readings[split],
             cp_rank=mpu.get_context_parallel_rank(),
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
-            mmap=args.mmap_bin_files,
-            vocabulary=args.padded_vocab_size,
             encode=self.attention.backend.encode,
-            depths=args.mtp_num_layers or 0,
             order=self._tiled(tiles.order) if self._job.tp_tile_rows else None,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None
+        planner = self._plans.planner(split, first_step)
         return data.loader(dataset, planner, first_step, args.num_workers, exit_signal)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
@@ -153,7 +186,14 @@ class Training:
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions if batch.positions is None else batch.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        ahead = loss.rolled(batch, positions, self._mtp_weights, self._job.context_length)
+        last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=get_attr_wrapped_model(model, "vp_stage"))
+        if batch.digest is not None and last and mpu.get_tensor_model_parallel_rank() == 0:
+            self._digested += weighed(batch.digest, self._trained)
+        weights = None
+        if self._weights is not None and batch.origin is not None:
+            weights = self._weights[:, batch.origin]
+        depths = self._args.mtp_num_layers or 0
+        ahead = loss.rolled(batch, positions, weights, self._job.context_length, depths)
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
         )
@@ -168,7 +208,10 @@ class Training:
             )
         # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
         get_attr_wrapped_model(model, "set_input_tensor")(None)
-        return output, functools.partial(token_loss, self._args, loss_mask)
+        # Upstream's evaluation of conversations is the mean of their micro-batches' means.
+        of_means = batch.split != "train" and self._args.wlb_sft
+        given = None if weights is None else weights[0]
+        return output, functools.partial(token_loss, self._args, loss_mask, given, reports_weighted=of_means)
 
     def ran(self, loss_dict: Any, iteration: int) -> np.ndarray:
         """Report a training step that ran as `iteration`; returns the lengths of its documents, int64 [n]."""
@@ -188,7 +231,7 @@ class Training:
             compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tiles), ()),
             compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
-            compat.mean_losses(self._job.global_batch_size / self._job.num_micro_batches),
+            compat.mean_losses(lambda: self._windows_per_micro_batch),
             compat.whole_tracker(),
             self._report.installed(),
         ):
@@ -205,15 +248,14 @@ class Training:
     def _forward_backward(self, schedule: Any, *, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any):  # type: ignore[no-untyped-def]
         self._report.begin_step()
         first, plan, feeds = self._drawn(data_iterator)
-        if depths := self._args.mtp_num_layers or 0:
-            self._mtp_weights = loss.weights(self._splits[first.split].targets(plan.batch.documents, depths))
-        if first.split == "train":
-            self._report.planned(plan)
         count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts windows
+        if first.split == "train":
+            self._windows_per_micro_batch, self._digested = num_microbatches / count, 0
+            self._report.planned(plan)
         parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         if parallel.vpp > 1:
-            config.microbatch_group_size_per_vp_stage = self._plans.job(first.split, first.step).schedule().group
+            config.microbatch_group_size_per_vp_stage = self._plans.job(first.split, first.step).schedule(count).group
         with self._deferred(plan, chunks, config) as fill:
             communicator = None
             if parallel.pp > 1:
@@ -242,8 +284,22 @@ class Training:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         batches = [next(iterator) for iterator in iterators]
         first = batches[0]
-        plan, both = self._plans.begin(first.split, first.step, self._device), zip(batches, iterators, strict=True)
+        plan, counts = self._plans.begin(first.split, first.step, self._device)
+        self._weigh(first.split, counts)
+        both = zip(batches, iterators, strict=True)
         return first, plan, [_of_step(first, batch, iterator, len(plan.micro_batches)) for batch, iterator in both]
+
+    def _weigh(self, split: str, counts: np.ndarray | None) -> None:
+        """Set the weights of a step's targets, by what all ranks counted."""
+        reading, self._weights, self._trained = self._readings[split], None, None
+        if counts is not None:
+            per_token = self._args.wlb_per_token_loss
+            if reading.windows is not None and not per_token:
+                self._trained = np.add.reduceat(counts[:, 0], np.arange(0, len(counts), reading.windows))
+            weights = torch.from_numpy(loss.weights(counts, reading.windows, per_token=per_token))
+            if self._device.type == "cuda":
+                weights = weights.pin_memory().to(self._device, non_blocking=True)
+            self._weights = weights
 
     def _skipped(self, original: Any) -> Any:
         """Wrap upstream's step of --iterations-to-skip, to draw as many micro-batches as the plan has."""
@@ -273,12 +329,12 @@ class Training:
                 self._deferring = None
 
     def save(self, iteration: int) -> None:
-        """Save the packer's state after `iteration`, on rank 0 alone."""
+        """Save what waits after `iteration`, on rank 0 alone."""
         if torch.distributed.get_rank() == 0:
             self._plans.save(iteration)
 
     def _saved(self, original: Any) -> Any:
-        """Wrap upstream's save hook to save the packer before the checkpoint completes."""
+        """Wrap upstream's save hook to save what waits before the checkpoint completes."""
 
         @functools.wraps(original)
         def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
@@ -298,6 +354,14 @@ class _Pass:
 
     def __len__(self) -> int:
         return self._steps
+
+
+def _consumed(args: Namespace) -> int:
+    """Return the first sample that this process trains, as upstream counts them in a phase."""
+    if not args.phase_transition_iterations:
+        return int(args.consumed_train_samples)
+    begins = max(each for each in (0, *args.phase_transition_iterations) if each <= args.iteration)
+    return int((args.iteration - begins) * args.global_batch_size)
 
 
 def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:

@@ -42,6 +42,8 @@ class LoggedStep(NamedTuple):
     measured_us: float
     lengths: list[np.ndarray]
     """Document lengths of every micro-batch."""
+    ranks: np.ndarray | None
+    """Micro-batches of every data-parallel rank, if packing dealt them."""
     job: Job
     shares: dict[str, float | None]
     """Shares of the time, by `SHARES`: {} if the run logged none, None for one that it could not measure."""
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace, words: Words) -> None:
     times, parts = [], []
     with progress(len(steps), args.json, "simulating") as advance, writer(args.json, "--json") as out:
         for step in steps:
-            simulated = simulate_step(job, shard_step(ran, step.lengths))
+            simulated = simulate_step(job, shard_step(ran, step.lengths, step.ranks))
             times.append(simulated.time)
             parts.append(shares(simulated))
             advance(1)
@@ -110,6 +112,7 @@ class _Line(msgspec.Struct):
     step_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
     lengths: list[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]]]
     job: Any
+    ranks: list[list[int]] | None = None
     measured: dict[str, float | None] | None = None
 
 
@@ -140,7 +143,11 @@ def _logged_step(line: bytes) -> LoggedStep:
         if sum(lengths) > MAX_TOKENS:
             raise ValueError(f"micro-batch {i} holds {sum(lengths)} tokens; it must be at most {MAX_TOKENS}")
     micro_batches = [np.array(each, np.int64) for each in entry.lengths]
-    return LoggedStep(entry.step, 1e3 * entry.step_ms, micro_batches, job_from_json(entry.job), entry.measured or {})
+    ranks = None if entry.ranks is None else np.array(entry.ranks, np.int64)
+    if ranks is not None and sorted(ranks.ravel().tolist()) != list(range(len(micro_batches))):
+        raise ValueError(f"its ranks do not run each of {len(micro_batches)} micro-batches once")
+    job, measured = job_from_json(entry.job), entry.measured or {}
+    return LoggedStep(entry.step, 1e3 * entry.step_ms, micro_batches, ranks, job, measured)
 
 
 def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:

@@ -1,4 +1,4 @@
-"""The documents of a run: the training split of the data that its arguments name."""
+"""The samples of a run: the training split of the data that its arguments name, cut as upstream's datasets cut it."""
 
 import contextlib
 import json
@@ -13,28 +13,71 @@ import numpy as np
 from megatron_wlb import files
 from megatron_wlb.describe.megatron import MegatronArguments
 from megatron_wlb.describe.settings import RunSettings
-from megatron_wlb.plan.dataset import read_tokens, trained_tokens
-from megatron_wlb.plan.mock import MockIndex, mock_lengths
-from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan.dataset import read_lengths
+from megatron_wlb.plan.mock import MockDocuments, mock_lengths
+from megatron_wlb.plan.samples import Part, Rows, Samples, blended, windows
 
-DEFAULT_SPLIT = "969,30,1"
-"""Megatron's default."""
+DEFAULT_SPLIT, MOCK_SPLIT = "969,30,1", "1,1,1"
+"""Megatron's defaults; no flag changes the split of mock data."""
+SURPLUS = 0.005
+"""Share of samples by which upstream makes the datasets of a weighted blend longer than it draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """The training data of a run."""
 
-    sources: list[Source]
-    """The training split of every dataset; documents are numbered through all datasets."""
+    lengths: list[np.ndarray]
+    """Tokens of each document in the training split of every dataset, int32 [documents]."""
+    begins: list[np.ndarray] = field(default_factory=list)
+    """Of --sft the first document of each row of that split, int64 [rows + 1], for every dataset; else empty."""
     prefixes: list[str]
+    weights: list[float] | None = None
+    """Of the datasets; None: by their size."""
     has_validation: bool
     remarks: list[str] = field(default_factory=list)
-    """What upstream would make of conversations."""
+    """What upstream makes of conversations."""
 
-    def stream(self, seed: int, context_length: int) -> DocumentStream:
-        """Return the endless stream of documents in training order, from the beginning."""
-        return DocumentStream(self.sources, seed=seed, context_length=context_length)
+    def samples(self, seed: int, context_length: int, num_samples: int, whole: bool = False) -> Samples:
+        """Return the samples of a run of `num_samples` in the order of training; after the last they begin anew.
+
+        Sizes and blend are upstream's, shuffles another generator's. Raises ValueError for a blend without weights and
+        a dataset of less than a window in it, which upstream refuses.
+        """
+
+        def part(i: int, count: int | None) -> Part:
+            if not self.begins:
+                return windows(self.lengths[i], context_length, seed=seed, num_samples=count, whole=whole)
+            rows, size = np.arange(len(self.begins[i]) - 1), context_length
+            sizes = {"context_length": size, "num_samples": count or len(rows)}
+            return Rows(rows=rows, begins=self.begins[i], lengths=self.lengths[i], **sizes)
+
+        if len(self.lengths) == 1:
+            only = part(0, num_samples)
+            return Samples(parts=[only], context_length=context_length, order=_Anew(len(only)))
+        if self.weights is None:
+            named = zip(self.prefixes, self.lengths, strict=True)
+            if short := next((p for p, each in named if not self.begins and each.sum() <= context_length), None):
+                raise ValueError(f"{short} fills no window of {context_length} tokens; give the blend weights")
+            parts = [part(i, None) for i in range(len(self.lengths))]
+            weights, size = [float(len(each)) for each in parts], min(num_samples, sum(map(len, parts)))
+        else:
+            weights = self.weights
+            counts = [math.ceil(num_samples * weight / sum(weights)) for weight in weights]
+            parts = [part(i, math.ceil(count * (1 + SURPLUS))) for i, count in enumerate(counts)]
+            size = sum(counts)
+        blend = blended(parts, weights, size)
+        return Samples(parts=parts, context_length=context_length, blend=blend, order=_Anew(size))
+
+
+@dataclass(frozen=True)
+class _Anew:
+    """The order of samples that begin anew after the last."""
+
+    size: int
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        return places % self.size
 
 
 def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Data:
@@ -43,9 +86,9 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
     Conversations of --sft are tokenized, unless they are already. Raises ValueError if data are missing or no dataset.
     """
     if a.mock_data and not a.data_path:
-        drawn = settings.mock_lengths
-        index = MockIndex(distribution=mock_lengths(drawn), seed=a.seed, vocabulary=1)
-        return Data(sources=[Source(lengths=index.lengths)], prefixes=[f"mock data, {drawn}"], has_validation=True)
+        name, lengths = _mock(a.seed, settings.mock_lengths)
+        kept = round(_shares(MOCK_SPLIT)[0] * len(lengths))
+        return Data(lengths=[lengths[:kept]], prefixes=[name], has_validation=True)
     words, is_split = _blend_words(a)
     split = "1"
     if is_split:
@@ -54,36 +97,58 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
             notes.append(f"Assumed: --split {DEFAULT_SPLIT}, Megatron's default.")
     prefixes, weights = _blend(words)
     training, validation = _shares(split)
-    sources: list[Source] = []
     remarks: list[str] = []
-    for i, prefix in enumerate(prefixes):
-        every = _conversations(prefix, a, remarks, settings) if a.sft else trained_tokens(read_tokens(prefix))
-        lengths = every[: round(training * len(every))]
-        if not lengths.any():
+    found: list[np.ndarray] = []
+    begins: list[np.ndarray] = []
+    for prefix in prefixes:
+        if a.sft:
+            every, rows = _conversations(prefix, a, remarks, settings)
+            begins.append(rows[: round(training * (len(rows) - 1)) + 1])
+            kept = int(begins[-1][-1])
+        else:
+            every = read_lengths(prefix)
+            kept = round(training * len(every))
+        found.append(np.array(every[:kept]))  # not mapped: of many datasets, that is as many open files
+        if not found[-1].any():
             raise ValueError(
-                f"{prefix} has no document of at least 2 tokens among the first {training:.3%} of {len(every)} "
-                f"(--split {split}): there is nothing to train; give another split, or leave the dataset out"
+                f"{prefix} has no token among the first {training:.3%} of {len(every)} documents (--split {split}): "
+                "there is nothing to train; give another split, or leave the dataset out"
             )
-        weight = weights[i] if weights else float(lengths.sum())
-        sources.append(Source(lengths=lengths, weight=weight, first=sum(len(source.lengths) for source in sources)))
-    has_validation = not is_split or validation > 0
-    return Data(sources=sources, prefixes=prefixes, has_validation=has_validation, remarks=remarks)
+    return Data(
+        lengths=found,
+        begins=begins,
+        prefixes=prefixes,
+        weights=weights,
+        has_validation=not is_split or validation > 0,
+        remarks=remarks,
+    )
 
 
-def _conversations(path: str, a: MegatronArguments, remarks: list[str], settings: RunSettings) -> np.ndarray:
-    """Return the trained tokens of each conversation; remarks what upstream's rows would pad."""
+def _mock(seed: int, drawn: str | None) -> tuple[str, np.ndarray]:
+    """Return the name and document lengths of mock data: of --wlb-mock-lengths, or upstream's own."""
+    if drawn is None:
+        return "mock data", np.random.default_rng(0).integers(1, 4096, 100_000, np.int32)
+    documents = MockDocuments(distribution=mock_lengths(drawn), seed=seed, vocabulary=1)
+    return f"mock data, {drawn}", documents.sequence_lengths
+
+
+def _conversations(
+    path: str, a: MegatronArguments, remarks: list[str], settings: RunSettings
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of each conversation, and the first of each row; remarks what upstream pads."""
     from megatron_wlb import conversations
 
     assert a.seq_length is not None
     given = asdict(a) | {f"wlb_{name}": value for name, value in asdict(settings).items()}
     with contextlib.redirect_stdout(sys.stderr):
         found = conversations.read(path, Namespace(**given))
-    padding = 1 - float(np.minimum(found.rows / a.seq_length, 1).mean())
+    tokens = np.add.reduceat(found.lengths, found.begins[:-1])
+    padding = 1 - float(np.minimum(tokens / a.seq_length, 1).mean())
     remarks.append(
-        f"Upstream's --sft makes a window of each of the {len(found.rows)} lines of {path}: {padding:.1%} of their "
-        "tokens would be padding. Speedups are over windows that are full."
+        f"Upstream's --sft makes a window of each of the {len(tokens)} lines of {path}: {padding:.1%} of their tokens "
+        "are padding, which --wlb leaves out."
     )
-    return found.lengths
+    return found.lengths, found.begins
 
 
 def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:

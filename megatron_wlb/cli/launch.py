@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_wlb import files
 from megatron_wlb.cli.common import printable
+from megatron_wlb.describe import masks
 from megatron_wlb.describe.adapt import switches_off
 from megatron_wlb.describe.megatron import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
 from megatron_wlb.describe.refusals import refuses
@@ -45,10 +46,12 @@ _MATTER = {
     **dict.fromkeys(("hybrid_context_parallel", "dynamic_context_parallel"), (False,)),
 }
 """Arguments that affect the time of a step, and are simulated only with these values."""
-_WITHIN_DOCUMENTS = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
-"""Megatron's arguments that restrict attention to the document."""
-_READ = {"tp_comm_overlap", "overlap_p2p_comm_warmup_flush", *_WITHIN_DOCUMENTS}
+_READ = {"tp_comm_overlap", "overlap_p2p_comm_warmup_flush", *masks.READ}
 """Arguments that `analyze` reads besides those of `MegatronArguments`."""
+_OFF = SWITCHED_OFF | {
+    name: f"no-{name.replace('_', '-')}" for name in ("masked_softmax_fusion", "create_attention_mask_in_dataloader")
+}
+"""Arguments that are on by default, and the flags that switch them off."""
 _ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "eval_micro_batch_size"} | {
     *("dataloader_type", "moe_token_dispatcher_type", "moe_hybridep_pad_uneven_dispatch_inputs")
 }
@@ -195,12 +198,17 @@ def _refuse_misspelt(names: Sequence[str]) -> None:
 
 def _attention(launched: Launched) -> list[str]:
     """Return a remark if the run's attention crosses documents."""
-    within = any(launched.stated.get(name) not in (None, False) for name in _WITHIN_DOCUMENTS)
-    if launched.source == "flags" or launched.wlb or within:
+    if launched.source == "flags" or launched.stated.get("wlb") or masks.masks_documents(launched.stated):
         return []
+    ignored = ""
+    if launched.stated.get("reset_attention_mask"):
+        ignored = (
+            " --reset-attention-mask does not prevent it: TransformerEngine and the fused softmax of local layers "
+            "ignore its mask (NVIDIA/Megatron-LM#2357)."
+        )
     return [
-        "The run lets attention cross documents (it has neither --reset-attention-mask nor "
-        "--dataloader-inter-document-masking); with --wlb it stays inside of them."
+        "The run lets attention cross documents; with --wlb it stays inside of them, on the same tokens every step."
+        + ignored
     ]
 
 
@@ -225,7 +233,7 @@ def _stated(words: Sequence[str]) -> dict[str, Any]:
         else:
             values.append(word)
     names = {flag: name for name, flag in FLAGS.items()}
-    switched_off = {flag: name for name, flag in SWITCHED_OFF.items()}
+    switched_off = {flag: name for name, flag in _OFF.items()}
     found: dict[str, Any] = {}
     for flag, values in given.items():
         name = names.get(flag, flag.replace("-", "_"))

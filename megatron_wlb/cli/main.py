@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_wlb import __version__, files
-from megatron_wlb.cli import analyze, audit, compare, profile, rehearse
+from megatron_wlb.cli import analyze, compare, profile, rehearse
 from megatron_wlb.cli.common import Words, printable
 
-COMMANDS = (analyze, rehearse, profile, compare, audit)
+COMMANDS = (analyze, rehearse, profile, compare)
 EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis")
 EXTRAS |= dict.fromkeys(("torch", "megatron"), "train")
 """Packages that only some commands need, and the extra that each comes with."""

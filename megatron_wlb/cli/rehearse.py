@@ -9,7 +9,7 @@ and where the host waits for the device. With --ranks all, NCCL calls of all ran
     megatron-wlb rehearse --gpu h100 --ranks 0,32 --json rehearsal.json --html rehearsal.html train.log
 
 Needs torch's wheel for CUDA, Megatron, g++, and for layers of TransformerEngine its Python. Where the job's data are
-not here, it trains mock data.
+not here, it trains mock data, of --wlb-mock-lengths F2 unless the job has others.
 """
 
 import argparse
@@ -71,6 +71,9 @@ def run(args: argparse.Namespace, words: Words) -> int:
     if args.gpu_memory is not None:
         gpu = type(gpu)(**{f: getattr(gpu, f) for f in gpu.__struct_fields__} | {"gib": args.gpu_memory})
     script, flags = _script(words.launched)
+    mocks = _mocks(job, notes)
+    if mocks and not stated.get("mock_data") and job.run_settings.mock_lengths is None:
+        stated, flags = stated | {"wlb_mock_lengths": "F2"}, [*flags, "--wlb-mock-lengths", "F2"]
     task = Task(
         world_size=arguments.world_size or 1,
         steps=args.steps,
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace, words: Words) -> int:
         flags=flags,
         stated={} if words.launched else stated,
         vocab_size=arguments.padded_vocab_size or arguments.vocab_size or 0,
-        mock_data=_mocks(job, notes),
+        mock_data=mocks,
     )
     parallel = job.job().parallel
     whole = args.ranks == "all"

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron_wlb.describe.megatron import flag_of, has_user_buffers
 from megatron_wlb.describe.refusals import Lenient, dispatches
+from megatron_wlb.describe.same import said
 
 
 class _Adaptation(NamedTuple):
@@ -41,7 +42,7 @@ _ADAPTATIONS = (
     _Adaptation(
         lambda a, given: not a.calculate_per_token_loss,
         {"calculate_per_token_loss": True},
-        "every trained token weighs the same, in micro-batches of any length",
+        "targets weigh as without it, in micro-batches of any length",
     ),
     _off("ddp_average_in_collective", "gradients are divided by tokens at the end, which gives the same"),
     _Adaptation(
@@ -52,7 +53,7 @@ _ADAPTATIONS = (
     _Adaptation(
         lambda a, given: a.dataloader_type not in (None, "external"),
         {"dataloader_type": "external"},
-        "--wlb orders documents itself",
+        "a loader of its own reads the same samples",
     ),
     _Adaptation(
         _if_set("rampup_batch_size"),
@@ -138,20 +139,16 @@ _ADAPTATIONS = (
 class Changes(NamedTuple):
     """What `adapt` changed."""
 
+    same: str
+    """See `same.said`."""
     set: list[str]
     """Lines of what neither results nor speed depend on: the flag and the reason."""
     priced: list[str]
     """Lines of what was switched off: the flag, the reason and the price."""
 
-    def lines(self, args: Namespace) -> list[str]:
-        """Return what a run with these arguments prints; first what changes the model."""
-        lines, a = [], Lenient(**vars(args))
-        if not (a.reset_attention_mask or a.dataloader_inter_document_masking):
-            lines.append(
-                "attention ends with the document, and without --wlb it does not here (no --reset-attention-mask): "
-                "the model and its losses are other ones"
-            )
-        lines += [f"sets {line}" for line in self.set]
+    def lines(self) -> list[str]:
+        """Return what a run with these changes prints."""
+        lines = [self.same, *(f"sets {line}" for line in self.set)]
         lines += [f"without {line.removeprefix('no ')}" for line in self.priced]
         return [f"> wlb: {line}" for line in lines]
 
@@ -162,7 +159,16 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
     Call this before `refusals.check`, which then refuses what is left. Raises ValueError with all changes for
     `--wlb-strict`.
     """
-    changes = Changes([], [])
+    changes = Changes(said(args), [], [])
+    # What the loss of a run without --wlb depends on; a second call changes nothing of it.
+    windows = args.micro_batch_size or 1
+    before_wlb = {
+        "wlb_windows_per_micro_batch": windows,
+        "wlb_eval_windows_per_micro_batch": getattr(args, "eval_micro_batch_size", None) or windows,
+        "wlb_per_token_loss": bool(args.calculate_per_token_loss),
+        "wlb_sft": bool(getattr(args, "sft", False)),
+    }
+    vars(args).update(before_wlb | vars(args))
     scheduled = Lenient(**vars(args)).step_batch_size_schedule is not None
     if args.global_batch_size is None and not scheduled and (args.micro_batch_size or 1) > 1:
         tensor, context, stages = (
@@ -176,14 +182,14 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
         changed = {name: value for name, value in adaptation.values.items() if hasattr(args, name)}
         vars(args).update(changed)
         name = next(name for name, value in changed.items() if getattr(before, name) != value)
-        said = f"{_said(name, changed[name], getattr(before, name))}: {adaptation.reason}"
+        line = f"{_said(name, changed[name], getattr(before, name))}: {adaptation.reason}"
         if adaptation.price:
-            changes.priced.append(f"{said}; {adaptation.price}")
+            changes.priced.append(f"{line}; {adaptation.price}")
         else:
-            changes.set.append(said)
+            changes.set.append(line)
     if args.wlb_strict and (changes.set or changes.priced):
-        said = " | ".join([*changes.set, *changes.priced])
-        raise ValueError(f"--wlb-strict: these flags would have to change, give them, or leave it out: {said}")
+        lines = " | ".join([*changes.set, *changes.priced])
+        raise ValueError(f"--wlb-strict: these flags would have to change, give them, or leave it out: {lines}")
     return changes
 
 

@@ -59,6 +59,7 @@ def make_job(
         "num_micro_batches": count,
         "packing": packing or POLICIES[DEFAULT_POLICY](),
         "sharding": sharding or Sharding(),
+        "whole_documents": settings.documents == "whole",
         **given,
     }
     if "profile" not in fields:

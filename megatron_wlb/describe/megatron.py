@@ -98,7 +98,7 @@ class MegatronArguments:
     train_data_path: tuple[str, ...] | None = _other("data and steps", ".idx, or a blend of them, not split")
     data_args_path: str | None = _other("data and steps", "a file with such a blend")
     per_split_data_args_path: str | None = _other("data and steps", "a file with blends by split")
-    mock_data: bool = _other("data and steps", "documents of --wlb-mock-lengths, without files", default=False)
+    mock_data: bool = _other("data and steps", "upstream's, or documents of --wlb-mock-lengths", default=False)
     split: str | None = _other("data and steps", "default: 969,30,1")
     sft: bool = _other("data and steps", "the data are files of conversations, which are tokenized", default=False)
     sft_tokenizer_prompt_format: str = _other("data and steps", default="nemotron-h-aligned")

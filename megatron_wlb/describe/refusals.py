@@ -49,9 +49,6 @@ def dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
 
 
 _REFUSALS: dict[str, Callable[[Any], Any]] = {
-    "--full-validation with --mock-data, whose documents have no end; give --eval-iters instead": lambda a: (
-        a.full_validation and a.mock_data
-    ),
     "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets": lambda a: (
         a.multiple_validation_sets and not a.full_validation
     ),
@@ -98,9 +95,11 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
         "inside; give validate_results or disabled"
     ): lambda a: a.rerun_mode == "report_stats",
     (
-        "--save and --load to object storage are not supported, the packer state is a file beside the checkpoint; give "
-        "a folder"
-    ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)),
+        "--save and --load to object storage are not supported with delay, what waits is a file beside the checkpoint; "
+        "give a folder"
+    ): lambda a: (
+        any("://" in str(folder) for folder in (a.save, a.load)) and (a.wlb_max_delay_steps or a.wlb_packing == "wlb")
+    ),
 }
 """Messages, formatted with the arguments `a`, and whether these are refused; a missing argument is None."""
 

@@ -1,7 +1,6 @@
 """Settings of planning and of the training run."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +59,12 @@ class PlanSettings(Settings):
         "of the step has their stage wait. auto: where there is a pipeline and its layers can.",
         choices=("auto", "on", "off"),
     )
+    documents: str = setting(
+        "windows",
+        "What a sample trains. windows: its window of tokens, as upstream. whole: the documents that begin in the "
+        "window, each whole (cut only at --seq-length); tokens a step vary.",
+        choices=("windows", "whole"),
+    )
     profile: str | None = setting(
         None,
         "Kernel times of the device: a shipped profile or a JSON file. Default: on GPUs h100-cudnn, or a100-fa2 before "
@@ -82,21 +87,16 @@ class RunSettings(Settings):
         False,
         "Refuse flags that --wlb would set or switch off, and name them, instead of doing so.",
     )
-    restart_packing: bool = setting(
+    digest: bool = setting(
         False,
-        "Where the packer state of the loaded checkpoint is missing or does not fit (another dataset, window or "
-        "policy), begin with the data anew instead of stopping.",
-    )
-    document_log: str | None = setting(
-        None,
-        "Append which documents every step trained to this file, a few bytes each; `megatron-wlb audit` checks that "
-        "none was lost or doubled over restarts.",
+        "Print after every step a digest of all tokens that it trained, with targets, positions and weights, whatever "
+        "their order. Given without --wlb, Megatron's own run prints its: the same digests, the same training.",
     )
     sft_too_long: str = setting(
-        "drop",
-        "What happens to conversations of --sft that are longer than --seq-length. drop: left out. truncate: cut off "
-        "there, as upstream does.",
-        choices=("drop", "truncate"),
+        "truncate",
+        "What happens to conversations of --sft that are longer than --seq-length. truncate: cut off there, as "
+        "upstream does. drop: left out.",
+        choices=("truncate", "drop"),
     )
     sft_broken: str = setting(
         "error",
@@ -104,17 +104,16 @@ class RunSettings(Settings):
         "skip: they are left out, and counted.",
         choices=("error", "skip"),
     )
-    mock_lengths: str = setting(
-        "F2",
+    mock_lengths: str | None = setting(
+        None,
         "Lengths of the documents of --mock-data: F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA of a log-normal body and, for a "
-        "share of the documents, a Pareto tail.",
+        "share of the documents, a Pareto tail. Default: upstream's mock data.",
     )
     log: str | None = setting(None, "Append one JSON object a step to this file: loss, tokens, work, delays, shards.")
 
     def check(self) -> None:
-        mock_lengths(self.mock_lengths)
-        if self.log and self.document_log and os.path.realpath(self.log) == os.path.realpath(self.document_log):
-            raise ValueError(f"--wlb-log and --wlb-document-log are both {self.log}; name two files")
+        if self.mock_lengths is not None:
+            mock_lengths(self.mock_lengths)
 
 
 def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -125,6 +124,12 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--wlb",
         action="store_true",
         help="Balance the work of micro-batches and context-parallel shards (WLB-LLM, OSDI'25).",
+    )
+    group.add_argument(
+        "--no-load-wlb",
+        action="store_true",
+        dest="wlb_no_load",
+        help="With delay: go on where what waited at the loaded checkpoint is missing or does not fit.",
     )
     packing.add_flags(group)
     Sharding.add_flags(group)

@@ -26,6 +26,10 @@ class FixedPacking(Packing):
         1, "Global batches that fixed packing packs together.", parse=int, least=1, most=1 << 10
     )
 
+    @property
+    def delays(self) -> bool:
+        return self.global_batches > 1
+
     def policy(self, job: Job) -> "WindowPolicy":
         return FixedPolicy(job, self.global_batches)
 

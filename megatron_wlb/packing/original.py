@@ -1,17 +1,17 @@
-"""Plain-4D: concatenate documents in order and cut at every context window."""
+"""Plain-4D: Megatron's own micro-batches, one for every sample, in its order."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.types import DOCUMENT, Draw, PackedBatch
+from megatron_wlb.types import Draw, PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginalPacking(Packing):
     name = "original"
-    help = "concatenated and cut at --seq-length, as Megatron does."
+    help = "Megatron's own windows in its order, one a micro-batch."
     keeps_order = True
     fixed_length = True
 
@@ -20,33 +20,21 @@ class OriginalPacking(Packing):
 
 
 class OriginalPolicy:
-    """Micro-batches of exactly one context window; cut documents go on in the next."""
+    """A micro-batch for each sample of the step."""
 
     def __init__(self, job: Job) -> None:
-        self._num_micro_batches, self._context_length = job.num_micro_batches, job.context_length
-        self._carry = np.empty(0, DOCUMENT)
+        self._job = job
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
-        """Pack step `step`; at the end of the data, the last micro-batches stay short."""
-        pieces, window = cut(np.concatenate((self._carry, draw.global_batch())), self._context_length)
-        bounds = np.searchsorted(window, np.arange(self._num_micro_batches + 1))
-        self._carry = pieces[bounds[-1] :].copy()  # else a state would hold on to all pieces
-        return PackedBatch(documents=pieces[: bounds[-1]], bounds=bounds)
+        """Pack step `step`; at the end of the data, the last micro-batches stay empty."""
+        documents = draw.own()
+        sample = documents["index"] // self._job.context_length
+        first = sample[0] if len(sample) else 0
+        bounds = np.searchsorted(sample, first + np.arange(self._job.num_micro_batches + 1))
+        return PackedBatch(documents=documents, bounds=bounds)
 
     def waiting(self) -> dict[str, np.ndarray]:
-        return {"carry": self._carry}
+        return {}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        self._carry = waiting["carry"]
-
-
-def cut(documents: np.ndarray, context_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents at window ends; return DOCUMENT [n], and the window of each, int64 [n]."""
-    starts = np.concatenate(([0], np.cumsum(documents["length"])))
-    cuts = np.sort(np.concatenate((starts, np.arange(0, starts[-1], context_length))), kind="stable")  # two runs: O(n)
-    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
-    row = np.searchsorted(starts, cuts[:-1], side="right") - 1
-    pieces = documents[row]
-    pieces["offset"] += cuts[:-1] - starts[row]
-    pieces["length"] = np.diff(cuts)
-    return pieces, cuts[:-1] // context_length
+        """Nothing waits."""

@@ -12,7 +12,7 @@ from megatron_wlb.types import DOCUMENT, Draw, PackedBatch, document_work
 LATE_STEPS = 30
 """A document that did not fit and arrived longer ago is placed before all others."""
 BACKLOG_STEPS = 2
-"""The stream waits once what did not fit would fill so many steps."""
+"""Samples wait once what did not fit would fill so many steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,10 @@ class WlbPacking(Packing):
         "every micro-batch. Default: a half and three quarters of --seq-length.",
         parse=integers,
     )
+
+    @property
+    def delays(self) -> bool:
+        return True
 
     def check(self) -> None:
         thresholds = self.outlier_thresholds or (1,)
@@ -52,8 +56,8 @@ class WlbPolicy:
     """Micro-batches of equal work and variable length up to S_max, whole documents.
 
     Queues are checked after every document, as Algorithm 1 is indented, so none grows beyond M documents. If documents
-    fit badly, steps hold less than arrives, and the algorithm alone would let the rest grow for ever. So the stream
-    waits, and the latest come first; if steps hold what arrives, both do nothing.
+    fit badly, steps hold less than arrives, and the algorithm alone would let the rest grow for ever. So the samples
+    wait, and the latest come first; if steps hold what arrives, both do nothing.
     """
 
     def __init__(self, job: Job, thresholds: tuple[int, ...]) -> None:
@@ -62,12 +66,12 @@ class WlbPolicy:
         self._remained = np.empty(0, DOCUMENT)
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
-        """Pack step `step` from what waits and one global batch of the stream.
+        """Pack step `step` from what waits and the step's own samples.
 
         At the end of the data, outliers leave their queues, the longest first, up to one a micro-batch in a step.
         """
         n, max_tokens = self._job.num_micro_batches, self._job.max_tokens
-        arrived = draw.global_batch(BACKLOG_STEPS * n * max_tokens - int(self._remained["length"].sum()))
+        arrived = draw.own(BACKLOG_STEPS * n * max_tokens - int(self._remained["length"].sum()))
         if draw.exhausted:
             rows = np.concatenate((np.empty(0, DOCUMENT), *self._queues))
             longest = longest_first(rows, np.zeros(len(rows), bool))[:n]
@@ -79,7 +83,7 @@ class WlbPolicy:
         work = document_work(documents["length"], self._job.crossover_tokens)
         micro_batch = assign(documents["length"], work, n, max_tokens)
         remained = documents[micro_batch == n]
-        self._remained = remained[np.argsort(remained["index"])]
+        self._remained = remained[np.argsort(remained["index"], kind="stable")]
         order = np.argsort(micro_batch, kind="stable")
         bounds = np.searchsorted(micro_batch[order], np.arange(n + 1))
         return PackedBatch(documents=documents[order[: bounds[-1]]], bounds=bounds)
@@ -110,11 +114,8 @@ class WlbPolicy:
 
 
 def longest_first(documents: np.ndarray, late: np.ndarray) -> np.ndarray:
-    """Return the order of DOCUMENT [n]: late (bool [n]), then longest, then index.
-
-    One key a document is several times as fast as three; it holds for the first 2 ** 36 documents.
-    """
-    return np.argsort((late * (1 << 26) + documents["length"]) * -(1 << 36) + documents["index"])
+    """Return the order of DOCUMENT [n]: late (bool [n]), then longest, then index."""
+    return np.lexsort((documents["index"], -documents["length"], ~late))
 
 
 def assign(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> np.ndarray:

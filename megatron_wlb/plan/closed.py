@@ -2,17 +2,15 @@
 
 import functools
 import heapq
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb import _native
 from megatron_wlb.job import Job
-from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.pipeline.timeline import cost_weights, makespans
+from megatron_wlb.packing.adaptive import AdaptivePacking, placed
+from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import StepPlan, plan_packed
@@ -65,55 +63,63 @@ def balance(
                 f"{count} {what} do not divide over {job.parallel.dp} data-parallel ranks; give a multiple, or leave "
                 f"{'equal_counts' if what == 'sequences' else 'num_micro_batches'} out"
             )
-    packed, planned, ranks = _packed(given.tobytes(), job, num_micro_batches, equal_counts)
-    return plan_packed(packed, planned, dp_rank, ranks)
+    packed, planned = _packed(given.tobytes(), job, num_micro_batches, equal_counts)
+    return plan_packed(packed, planned, dp_rank)
 
 
 class _Made(NamedTuple):
     time: int
     """Of the costliest rank, in work."""
     batch: PackedBatch
-    job: Job
-    ranks: np.ndarray
-    """Micro-batches of every rank, int64 [dp, M / dp]."""
 
 
 @functools.lru_cache(maxsize=2)
-def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[PackedStep, Job, np.ndarray]:
-    """The step, the job with its number of micro-batches, and those of each rank, int64 [dp, M / dp]."""
+def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[PackedStep, Job]:
+    """The step, and the job with its number of micro-batches."""
     documents = np.zeros(len(given) // 8, DOCUMENT)
-    documents["length"] = np.frombuffer(given, np.int64)
-    documents["index"] = documents["document"] = np.arange(len(documents))
-    dp, total = job.parallel.dp, int(documents["length"].sum())
+    documents["length"] = lengths = np.frombuffer(given, np.int64)
+    documents["document"] = np.arange(len(documents))
+    documents["index"] = np.cumsum(lengths) - lengths
+    dp, total = job.parallel.dp, int(lengths.sum())
     fewest = -(-total // (job.max_tokens * dp)) * dp
-    limit = 3 * job.parallel.vpp * int(document_work(documents["length"], job.crossover_tokens).sum()) / dp
+    limit = 3 * job.parallel.vpp * int(document_work(lengths, job.crossover_tokens).sum()) / dp
+    # A sequence in each fits in any case, and a pipeline's groups divide twice as many.
+    last = count or max(fewest, 2 * len(documents)) + dp * job.parallel.pp
     tried: list[_Made] = []
     number = 0
     for share in SHARES if count is None else (count / fewest,):
         number = max(round(fewest * share / dp) * dp, number + dp)
-        # A sequence in each fits in any case, and a pipeline's groups divide twice as many.
-        last = number if count is not None else max(number, 2 * len(documents)) + dp * job.parallel.pp
+        if tried and number > len(documents):  # some would be empty
+            break
         while (made := _made(documents, job, number, equal)) is None and number < last:
             number += dp
         tried += [made] if made else []
-        if made is None or made.time <= (1 + IDLE) * limit or number + dp > len(documents):
+        if made is None or made.time <= (1 + IDLE) * limit:
             break
     if not tried:
         raise ValueError(
             f"{len(documents)} sequences of {total} tokens do not fit into {count} micro-batches of {job.max_tokens}; "
             "give more micro-batches, or leave num_micro_batches out"
         )
-    least = min(made.time for made in tried)
-    best = next(made for made in tried if made.time <= (1 + GAIN) * least)
-    packed = PackedStep(step=0, batch=best.batch, drawn=documents, header={}, waiting={})
-    return packed, best.job, best.ranks
+    full = [made for made in tried if len(made.batch) <= len(documents)] or tried
+    least = min(made.time for made in full)
+    batch = next(made.batch for made in full if made.time <= (1 + GAIN) * least)
+    packed = PackedStep(step=0, batch=batch, drawn=documents, first=0, position={}, waiting={})
+    return packed, _job(job, len(batch), documents)
+
+
+def _job(job: Job, count: int, documents: np.ndarray) -> Job:
+    """The job of a step of these documents in `count` micro-batches; a rank may have as many tokens as it is dealt."""
+    windows = max(1, int(documents["length"].sum()) // job.context_length)
+    return replace(
+        job, num_micro_batches=count, global_batch_size=windows, packing=AdaptivePacking(), whole_documents=True
+    )
 
 
 def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | None:
     """The best that is found with `count` micro-batches; None if that many cannot be interleaved or are too few."""
     try:
-        windows = max(1, int(documents["length"].sum()) // job.context_length)
-        job = replace(job, num_micro_batches=count, global_batch_size=windows, packing=AdaptivePacking())
+        job = _job(job, count, documents)
     except ValueError:
         return None
     dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
@@ -124,48 +130,32 @@ def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | N
         # Where tokens are tight, equal counts may be better even if nobody asks for them.
         if made and (made[0].time <= (1 + GAIN) * even or len(documents) % dp or beside > 1 or dp == 1):
             break
-        parts = _equal_counts(work, dp) if apart else [np.arange(len(documents))]
-        ranks = 1 if apart else dp if beside == 1 else count
-        placed = [each for part in parts for each in _placed(documents["length"], work, part, job, len(parts), ranks)]
-        rows = np.concatenate(placed)
-        if len(rows) < len(documents):
+        batch = _apart(documents, work, job) if apart else placed(documents, job, count)
+        if batch is None:
             break
-        bounds = np.cumsum([0, *map(len, placed)], dtype=np.int64)
-        batch = PackedBatch(documents=documents[rows], bounds=bounds)
-        sums, mine = batch.sums(work[rows]), np.arange(count).reshape(dp, -1)
-        if beside > 1 and not apart:
-            mine = placement.place(sums, job, batch.sums(batch.documents["length"]) * job.expert_crossover_tokens)
-        paces = sums[mine][placement.rank_cost(sums[mine], job).argmax()]
+        sums = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
+        if batch.ranks is None:
+            experts = batch.sums(batch.documents["length"]) * job.expert_crossover_tokens
+            batch = replace(batch, ranks=placement.place(sums, job, experts))
+        paces = sums[batch.ranks][placement.rank_cost(sums[batch.ranks], job).argmax()]
         time = makespans(job.schedule(), paces[placement.order(paces, job)][None])
-        made.append(_Made(int(time[0]), batch, job, mine))
+        made.append(_Made(int(time[0]), batch))
     return min(made, key=lambda each: each.time, default=None)
 
 
-def _placed(
-    lengths: np.ndarray, work: np.ndarray, part: np.ndarray, job: Job, parts: int, ranks: int
-) -> list[np.ndarray]:
-    """Rows of the micro-batches of a part of the documents, as adaptive packing places those that may not wait.
-
-    What does not fit is left out.
-    """
-    weights = cost_weights(job.schedule())
-    rows, bounds = _native.choose_adaptive(
-        lengths[part],
-        work[part],
-        np.zeros(len(part), np.int64),
-        _native.FORCED_STEPS + 1,
-        0,
-        num_micro_batches=job.num_micro_batches // parts,
-        ranks=ranks,
-        total_weight=weights.total,
-        largest_weight=weights.largest,
-        unit_weight=weights.unit,
-        max_tokens=job.max_tokens,
-        batch_tokens=int(lengths[part].sum()),
-        crossover_tokens=job.crossover_tokens,
-        max_delay_steps=_native.FORCED_STEPS + 1,
+def _apart(documents: np.ndarray, work: np.ndarray, job: Job) -> PackedBatch | None:
+    """Place equally many sequences on every rank; None if they do not fit."""
+    dp, count = job.parallel.dp, job.num_micro_batches
+    parts = [placed(documents[part], job, count // dp, ranks=1) for part in _equal_counts(work, dp)]
+    found = [part for part in parts if part is not None]
+    if len(found) < dp:
+        return None
+    counts = np.concatenate([np.diff(part.bounds) for part in found])
+    return PackedBatch(
+        documents=np.concatenate([part.documents for part in found]),
+        bounds=np.cumsum([0, *counts], dtype=np.int64),
+        ranks=np.arange(count).reshape(dp, -1),
     )
-    return _filled([part[rows[i:j]] for i, j in itertools.pairwise(bounds)], work)
 
 
 def _equal_counts(work: np.ndarray, ranks: int) -> list[np.ndarray]:
@@ -197,13 +187,3 @@ def _equal_counts(work: np.ndarray, ranks: int) -> list[np.ndarray]:
         parts[most][i], parts[least][j] = parts[least][j], parts[most][i]
         sums[most], sums[least] = sums[most] - gained[i], sums[least] + gained[i]
     return parts
-
-
-def _filled(micro_batches: list[np.ndarray], work: np.ndarray) -> list[np.ndarray]:
-    """The same without empty ones: each takes the least sequence of the one that has most."""
-    for i in [i for i, rows in enumerate(micro_batches) if not len(rows)]:
-        most = max(range(len(micro_batches)), key=lambda k: len(micro_batches[k]))
-        if len(rows := micro_batches[most]) > 1:
-            least = int(work[rows].argmin())
-            micro_batches[i], micro_batches[most] = rows[least : least + 1], np.delete(rows, least)
-    return micro_batches

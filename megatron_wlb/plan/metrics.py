@@ -3,7 +3,6 @@
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.packing.original import cut
 from megatron_wlb.types import PackedBatch, document_work
 
 
@@ -14,14 +13,14 @@ def imbalance(work: np.ndarray) -> float:
 
 
 def original_work(drawn: np.ndarray, job: Job) -> np.ndarray:
-    """Return the work of micro-batches of original packing, int64 [<= N].
-
-    `drawn` are DOCUMENT rows in stream order: the first N windows that they fill, or the one that they begin.
-    """
-    pieces, window = cut(drawn, job.context_length)
-    full = int(drawn["length"].sum()) // job.context_length
-    bounds = np.searchsorted(window, np.arange(min(max(1, full), job.global_batch_size) + 1))
-    return PackedBatch(documents=pieces, bounds=bounds).sums(document_work(pieces["length"], job.crossover_tokens))
+    """Return the work of Megatron's micro-batches, int64 [samples]: DOCUMENT rows sample by sample."""
+    sample = drawn["index"] // job.context_length
+    begins = np.flatnonzero(np.diff(sample, prepend=-1))
+    return (
+        np.add.reduceat(document_work(drawn["length"], job.crossover_tokens), begins)
+        if len(drawn)
+        else np.empty(0, np.int64)
+    )
 
 
 def delays(packing: PackedBatch, step: int) -> dict[int, int]:

@@ -54,25 +54,34 @@ def mock_lengths(text: str) -> MockLengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MockIndex:
-    """The documents of one split, in place of a `.bin/.idx` dataset."""
+class MockDocuments:
+    """Documents in place of a `.bin/.idx` dataset; each ends with its only EOD token."""
 
     distribution: MockLengths
     seed: int
     vocabulary: int
     """Tokens are below it."""
+    eod: int = 0
+
+    def __len__(self) -> int:
+        return DOCUMENTS
 
     @cached_property
-    def lengths(self) -> np.ndarray:
-        """Trained tokens of each document, int64 [documents]."""
-        return self.distribution.draw(DOCUMENTS, self.seed)
+    def sequence_lengths(self) -> np.ndarray:
+        """Tokens of each document, int32 [documents]."""
+        return self.distribution.draw(DOCUMENTS, self.seed).astype(np.int32)
 
-    def read(self, document: int, first: int, count: int) -> np.ndarray:
-        """Return `count` tokens of a document from token `first` on, int64 [count], whoever reads how much of it."""
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return tokens of a document from token `offset` on, int64 [length], whoever reads how much of it."""
+        last = int(self.sequence_lengths[idx]) - 1
+        count = last + 1 - offset if length is None else length
         # SplitMix64 of (seed, document, place). uint64 arithmetic wraps around, as it should.
-        place = np.arange(first, first + count, dtype=np.uint64)
-        mixed = place + np.uint64((self.seed * 0x9E3779B97F4A7C15 + document * 0xD1B54A32D192ED03) % (1 << 64))
+        place = np.arange(offset, offset + count, dtype=np.uint64)
+        mixed = place + np.uint64((self.seed * 0x9E3779B97F4A7C15 + idx * 0xD1B54A32D192ED03) % (1 << 64))
         mixed *= np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(self.vocabulary)).astype(np.int64)
+        tokens = ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(self.vocabulary - 1)).astype(np.int64)
+        tokens += tokens >= self.eod
+        tokens[place == last] = self.eod
+        return tokens

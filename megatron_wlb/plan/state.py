@@ -13,7 +13,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.types import DOCUMENT
 
 FORMAT = "megatron-wlb-packer-state"
-VERSION = 4
+VERSION = 5
 MAX_BYTES = 4 << 30
 """Far above any state (100 bytes per waiting document); a larger file is neither read nor written."""
 

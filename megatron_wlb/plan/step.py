@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ class MicroBatchPlan:
     """One micro-batch of this data-parallel rank."""
 
     step: int
+    first_sample: int
+    """The first of the step's own samples."""
     documents: np.ndarray
     """DOCUMENT [n], in packed order."""
     shards: ShardPlan
@@ -66,6 +68,8 @@ class StepPlan:
     """`digest_of` parts of the plan that are the same on all ranks."""
     own_digest: int
     """`digest_of` what ranks of one data-parallel rank share: order, shards, rounds, deferred weight gradients."""
+    counted: np.ndarray | None = None
+    """What `Planner`'s `count` returned."""
 
     @property
     def step(self) -> int:
@@ -89,16 +93,19 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
     return plan_packed(packer.next(), job, dp_rank)
 
 
-def plan_packed(packed: PackedStep, job: Job, dp_rank: int, rows: np.ndarray | None = None) -> StepPlan:
-    """Plan a packed step: place, shard. `rows`: micro-batches of every rank, int64 [dp, M / dp], if placed already."""
+def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
+    """Plan a packed step: place, shard."""
     batch = packed.batch
+    job = job.of_step(len(batch), int(batch.documents["length"].sum()))
     work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
-    rows, paces = _placed(work, batch.sums(batch.documents["length"]), job, rows)
+    rows, paces = _placed(work, batch.sums(batch.documents["length"]), job, batch.ranks)
     mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
     micro_batches = []
     for documents in map(batch.micro_batch, mine):
         order, shards = select.shard(documents["length"], job)
-        micro_batches.append(MicroBatchPlan(step=packed.step, documents=documents[order], shards=shards))
+        micro_batches.append(
+            MicroBatchPlan(step=packed.step, first_sample=packed.first, documents=documents[order], shards=shards)
+        )
     before = weight_gradients_before(job, [m.shards for m in micro_batches]) if job.defer_weight_gradients else None
     return StepPlan(
         packed=packed,
@@ -118,18 +125,22 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int, rows: np.ndarray | N
 
 def step_cost(batch: PackedBatch, job: Job) -> int:
     """Return the approximate time of the costliest data-parallel rank, in work."""
+    job = job.of_step(len(batch), int(batch.documents["length"].sum()))
     work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
-    _, paces = _placed(work, batch.sums(batch.documents["length"]), job)
+    _, paces = _placed(work, batch.sums(batch.documents["length"]), job, batch.ranks)
     return int(placement.rank_cost(paces, job).max())
 
 
-def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
+def shard_step(job: Job, lengths: Sequence[np.ndarray], ranks: np.ndarray | None = None) -> list[list[ShardPlan]]:
     """Return every data-parallel rank's shards of a step, in pipeline order.
 
-    Places and shards M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`.
+    Places and shards M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`; `ranks`: those of each
+    rank, int64 [dp, M / dp], if they are dealt already.
     """
+    tokens = np.array([each.sum() for each in lengths])
+    job = job.of_step(len(lengths), int(tokens.sum()))
     work = np.array([document_work(each, job.crossover_tokens).sum() for each in lengths])
-    rows, paces = _placed(work, np.array([each.sum() for each in lengths]), job)
+    rows, paces = _placed(work, tokens, job, ranks)
     mine = [row[placement.order(pace, job)] for row, pace in zip(rows, paces, strict=True)]
     return [[select.shard(lengths[i], job)[1] for i in row] for row in mine]
 
@@ -137,9 +148,10 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]
 def _placed(
     work: np.ndarray, tokens: np.ndarray, job: Job, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return micro-batches of data-parallel ranks, and `paces`, int64 [dp, M / dp]."""
+    """Return micro-batches of data-parallel ranks, `rows` if memory holds them, and `paces`, int64 [dp, M / dp]."""
     experts = tokens * job.expert_crossover_tokens
-    rows = placement.place(work, job, experts, tokens) if rows is None else rows
+    if rows is None or tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
+        rows = placement.place(work, job, experts, tokens)
     return rows, placement.paces(work[rows], experts[rows], job)
 
 
@@ -179,10 +191,12 @@ class Planner:
         *,
         first_step: int,
         patience_seconds: float = math.inf,
-        later: Sequence[tuple[int, Job, Packer]] = (),
+        count: Callable[[PackedStep], np.ndarray | None] = lambda packed: None,
+        later: Sequence[tuple[int, Job]] = (),
     ) -> None:
-        """`patience_seconds`: how long `get` waits for a step. `later`: who plans from which step on."""
-        self._patience_seconds, self._later = patience_seconds, list(later)
+        """`patience_seconds`: how long `get` waits for a step. `count`: also called for every step. `later`: first
+        steps of other jobs, and these."""
+        self._patience_seconds, self._count, self._later = patience_seconds, count, list(later)
         self._packer, self._job, self._dp_rank = packer, job, dp_rank
         self._plans: dict[int, StepPlan] = {}
         self._wanted, self._next = first_step, first_step
@@ -255,10 +269,10 @@ class Planner:
                     if self._closed:
                         return
                 if self._later and self._later[0][0] == self._next:
-                    _, self._job, packer = self._later.pop(0)
-                    packer.load_state(self._packer.state())
-                    self._packer = packer
-                plan = plan_step(self._packer, self._job, self._dp_rank)
+                    _, self._job = self._later.pop(0)
+                    self._packer = self._packer.going_on(self._job)
+                packed = self._packer.next()
+                plan = replace(plan_packed(packed, self._job, self._dp_rank), counted=self._count(packed))
                 if plan.step != self._next:
                     raise RuntimeError(
                         f"the packer is at step {plan.step}, training at step {self._next}; load the state of that step"

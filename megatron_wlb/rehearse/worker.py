@@ -7,11 +7,13 @@ longer than most ranks. Standard output has lines "RANK steps N" after every ste
 import contextlib
 import ctypes
 import functools
+import importlib
 import json
 import os
 import runpy
 import signal
 import sys
+import tempfile
 import traceback
 from argparse import Namespace
 from pathlib import Path
@@ -176,7 +178,7 @@ class Run:
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
         from megatron.training import arguments, checkpointing, training
 
-        from megatron_wlb.adapter import compat, script
+        from megatron_wlb.adapter import compat, datasets, script
         from megatron_wlb.adapter import training as ours
         from megatron_wlb.adapter.plans import Plans
         from megatron_wlb.rehearse import experts
@@ -196,6 +198,7 @@ class Run:
             stack.enter_context(compat.replaced(all_to_all, "_all_to_all", self._exchange, ()))
             stack.enter_context(compat.replaced(schedules, "forward_step", self._passing(0), ()))
             stack.enter_context(compat.replaced(schedules, "backward_step", self._passing(1), ()))
+            stack.enter_context(compat.replaced(datasets, "build", _built, ("args",)))
             stack.enter_context(compat.replaced(Plans, "begin", self._planned, ("step",)))
             stack.enter_context(compat.replaced(ours.Training, "__init__", self._made, ("args",)))
             sys.argv = [*self._task.script, *self._task.flags]
@@ -241,12 +244,13 @@ class Run:
 
     def _planned(self, original: Any) -> Any:
         def begin(*args: Any, **kwargs: Any) -> Any:
-            self._plan = original(*args, **kwargs)
+            found = original(*args, **kwargs)
+            self._plan = found[0]
             self._experts.begin(self._plan, self._training._job)
             ops = self._training._job.schedule(len(self._plan.micro_batches)).ops(self._stage())
             order = np.stack([ops["micro_batch"], ops["chunk"]], axis=1)
             self._order = [order[ops["backward"] == backward] for backward in (False, True)]
-            return self._plan
+            return found
 
         return begin
 
@@ -356,6 +360,19 @@ def _bytes(values: list[Any]) -> int:
     """Return the bytes of tensors' storages, each once."""
     storages = [value.untyped_storage() for value in values if hasattr(value, "untyped_storage")]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _built(original: Any) -> Any:
+    def build(args: Namespace, *rest: Any) -> Any:
+        """Build the index of the data as rank 0 does, in a folder that goes with this rank."""
+        from megatron_wlb.adapter import compat
+
+        args.dataloader_fast_cache_load = args.dataloader_defer_npy_index_mmap = False
+        alone = compat.replaced(importlib.import_module("torch.distributed"), "get_rank", lambda _: lambda *_: 0, ())
+        with tempfile.TemporaryDirectory() as args.data_cache_path, alone:
+            return original(args, *rest)
+
+    return build
 
 
 def _norm(original: Any) -> Any:

@@ -57,7 +57,7 @@ def write(
     rows = table(*measured)[: None if on.endswith("cores") else -1]
     about = (
         f"A small GPT on {on}: {len(plain) - warm} steps of Megatron's packing and of --wlb, by turns in every step, "
-        "with the same attention, on the same documents. Speed is by the clock; what else runs here makes it less "
+        "with the same attention, on the same tokens. Speed is by the clock; what else runs here makes it less "
         "certain, and changes the CPU time of the slower rank less."
     )
     sections = [
@@ -76,7 +76,7 @@ def write(
         ),
         pictures.section(
             "Loss",
-            "Steps train different documents, so that losses are not equal, but go the same way.",
+            "Every step trains the same tokens in both, to the same loss.",
             lambda figure: losses(figure, plain, ours),
             3.4,
         ),
@@ -105,7 +105,6 @@ def table(plain: list[Step], ours: list[Step]) -> list[tuple[str, ...]]:
         computing = [[sum(each[3] for each in rank["passes"]) for rank in step["ranks"]] for step in steps]
         return float(np.mean([max(ranks) for ranks in computing]))
 
-    late = "delay_mean_steps"
     return [
         ("", "--wlb", "plain"),
         row("tokens a second", lambda s: f"{1e3 * total(s, 'tokens') / total(s, 'step_ms'):,.0f}"),
@@ -114,7 +113,6 @@ def table(plain: list[Step], ours: list[Step]) -> list[tuple[str, ...]]:
             for part in SHARES
             if part != "bubble"
         ),
-        row("delay of a token, steps", lambda s: f"{sum(x[late] * x['tokens'] for x in s) / total(s, 'tokens'):.2f}"),
         row("loss, mean of the last five steps", lambda s: f"{np.mean([x['loss'] for x in s[-5:]]):.3f}"),
         row("CPU time of the slower rank, s a step", lambda s: f"{slowest(s):.2f}"),
     ]

@@ -1,9 +1,9 @@
 """The demo: predicts a 64-GPU job, then trains plain and with `--wlb` by turns, kills that run and resumes it.
 
-Plain is Megatron's packing and schedule with the attention of `--wlb`: shuffled documents one behind the other, cut
-where a sequence ends, and attention inside documents. (Megatron's own attention over packed documents needs a GPU.) A
-step of either has as many tokens, in other documents, since `--wlb` lets some wait. Two groups of processes, forks of
-one, take turns in every step, and which begins changes from step to step; so whatever else the machine does hits both.
+Plain is Megatron's windows and schedule with the attention of `--wlb`, inside documents. (Megatron's own attention over
+packed documents needs a GPU.) Both train the same tokens in every step, in other micro-batches, to the same loss. Two
+groups of processes, forks of one, take turns in every step, and which begins changes from step to step; so what else
+the machine does hits both.
 
 Documents are pieces of Python's standard library, byte by byte, of two lengths (`lengths`). Two or more GPUs are used,
 which nobody has tried; one has nobody to wait for. Writes demo/report.html.
@@ -292,7 +292,7 @@ def resume(data: str, ranks: int) -> str:
         worlds.collect(readers, time.monotonic() + worlds.HANGS_SECONDS)
     after = read("--wlb")[len(before) :]
     for step in after[: len(before) - SAVED]:
-        for key in ("loss", "digest", "tokens", "lengths"):
+        for key in ("loss", "plan", "tokens", "lengths"):
             if step[key] != (was := before[step["step"]])[key]:
                 sys.exit(f"demo: step {step['step']} has {key} {was[key]} before it was killed and {step[key]} resumed")
     return (

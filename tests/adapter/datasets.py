@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-VOCABULARY = 251
+VOCABULARY, EOD = 251, 254
 
 
 def write_index(path: Path, lengths: np.ndarray) -> None:
@@ -27,9 +27,10 @@ def write_dataset(prefix: Path, *, seed: int, documents: int) -> str:
 
 
 def write_lengths(prefix: Path, lengths: np.ndarray, rng: np.random.Generator | None = None) -> str:
-    """Random tokens. Returns the prefix."""
+    """Random tokens, the last of each document EOD. Returns the prefix."""
     rng = rng or np.random.default_rng(0)
     tokens = rng.integers(0, VOCABULARY, int(lengths.sum()), dtype=np.int32)
+    tokens[np.cumsum(lengths)[lengths > 0] - 1] = EOD
     prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
     write_index(prefix.with_suffix(".idx"), lengths)
     return str(prefix)

@@ -1,5 +1,6 @@
 """Bad input gets a clear error - value, limit, remedy - before any process group is made; good input becomes a job."""
 
+import contextlib
 import os
 import re
 import sys
@@ -10,18 +11,19 @@ import megatron.core
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
-from megatron_wlb.adapter import compat, cpu, describe
-from megatron_wlb.adapter.data import DocumentDataset, load_splits
+from megatron_wlb.adapter import compat, cpu, data, datasets, describe
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.settings import add_wlb_arguments
+from megatron_wlb.plan.samples import windows
 from tests.adapter.datasets import write_lengths
-from tests.adapter.training import MODEL, VPP2, less
+from tests.adapter.training import MODEL, VPP2, less, train
 
 
 @pytest.fixture
@@ -163,50 +165,45 @@ def test_replacing_a_name_that_upstream_moved_fails():
         replace("training_log", ("color_map",))
 
 
-@pytest.mark.parametrize(("documents", "split"), [(100, "100,0,0"), (40, "99,1,0")])
-def test_an_empty_validation_split_is_refused_where_it_would_be_evaluated(documents, split, parse, tmp_path):
-    prefix = write_lengths(tmp_path / "corpus", np.full(documents, 10))
-    args = parse("--split", split)
-    args.data_path = None
+@pytest.mark.parametrize(
+    ("split", "evaluation", "ends"),
+    [("100,0,0", 0, True), ("100,0,0", 100, False), ("99,1,0", 0, False), ("60,40,0", 0, True)],
+)
+def test_an_empty_validation_split_is_refused(split, evaluation, ends, tmp_path):
+    """Where it would be evaluated, and where upstream would wait for ever: if there is a share of no document."""
+    prefix = write_lengths(tmp_path / "corpus", np.full(40, 100))
+    flags = f"--train-iters 1 --num-layers 1 --global-batch-size 2 --eval-iters {evaluation} --split {split}".split()
+    refused = pytest.raises(
+        RuntimeError, match=f"validation split is empty, and --eval-iters is {evaluation}; give --ev"
+    )
+    with contextlib.nullcontext() if ends else refused:
+        train(1, prefix, *flags, without="--split --eval-iters --global-batch-size")
+
+
+def test_no_dataset_is_refused(parse):
+    args = parse()
+    args.data_path, args.wlb_sft = None, False
     with pytest.raises(ValueError, match="no dataset; give --data-path PREFIX"):
-        load_splits(args)
-    args.data_path = [prefix]
-    assert not load_splits(args)["valid"].sources
-    args.eval_iters = 100  # upstream's default
-    with pytest.raises(ValueError, match="--eval-iters is 100; give --eval-iters 0, or another --split"):
-        load_splits(args)
-    args.split = "90,10,0"
-    assert load_splits(args)["valid"].sources
+        datasets.check_files(args)
 
 
-def test_datasets_without_weights_count_by_the_tokens_that_are_trained(parse, tmp_path):
-    """The last token of a document is only a target."""
-    args = parse("--split", "100,0,0")
-    args.data_path = [write_lengths(tmp_path / name, np.full(30, size)) for name, size in (("a", 2), ("b", 11))]
-    assert [source.weight for source in load_splits(args)["train"].sources] == [30, 300]
-    args.data_path = ["0.25", args.data_path[0], "0.75", args.data_path[1]]
-    first, second = (source.weight for source in load_splits(args)["train"].sources)
-    assert second / first == 3
-
-
-def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(parse, tmp_path):
-    args, prefix = parse("--split", "100,0,0"), write_lengths(tmp_path / "corpus", np.full(30, 10))
-    args.data_path = [prefix]
+def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
+    prefix, lengths = write_lengths(tmp_path / "corpus", np.full(30, 10)), np.full(30, 10)
     tokens = np.fromfile(f"{prefix}.bin", "<i4")
     tokens[74] = 999
     tokens.tofile(f"{prefix}.bin")
-    how = {"cp_rank": 0, "is_first": True, "is_last": True, "vocabulary": 256}
-    dataset = DocumentDataset("train", load_splits(args)["train"], **how, mmap=False)
-    document = np.zeros((), [(name, "<i8") for name in ("document", "dataset", "offset")])
-    assert dataset._tokens(document, 0, 10).tolist() == tokens[:10].tolist()
-    document["document"], document["offset"] = 7, 2
-    with pytest.raises(
-        ValueError, match="token 999 at place 4 of document 7 of dataset 0 of the train blend is not from"
-    ):
-        dataset._tokens(document, 1, 5)
+    cut = windows(lengths, 50, seed=None)
+    config = SimpleNamespace(tokenizer=SimpleNamespace(eod=254), eod_mask_loss=False)
+    dataset = SimpleNamespace(dataset=IndexedDataset(prefix, mmap=False), config=config, _pad_token_id=-1)
+    text = datasets._OfWindows(cut, dataset)
+    reading = data.Reading(split="train", texts=[text], context_length=50, windows=1, vocabulary=256)
+    first, eighth = cut.pieces(np.arange(5))[[0, 7]]
+    assert reading.rows(first, 0, 10)[0][0].tolist() == tokens[:10].tolist()
+    with pytest.raises(ValueError, match="token 999 near place 4 of document 7 of dataset 0 of the train blend is not"):
+        reading.rows(eighth, 1, 5)
     os.truncate(f"{prefix}.bin", 300)
     with pytest.raises(ValueError, match="corpus.bin was cut off since the run began: it has 300 bytes instead of"):
-        dataset._read(Namespace(documents=document[None]))
+        reading.rows(first, 0, 10)
 
 
 def test_weights_and_optimizer_are_shared_as_flags_say(parse):

@@ -9,15 +9,13 @@ import os
 import resource
 import signal
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
 from megatron_wlb.adapter import data
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
-from megatron_wlb.plan import document_log, state, step
-from tests.adapter.audit import audit
+from megatron_wlb.plan import state, step
 from tests.adapter.training import ADAM, train
 
 
@@ -35,53 +33,43 @@ def files_up_to(size):
 def test_a_log_in_no_folder_is_found_before_the_first_step(dataset, tmp_path):
     with pytest.raises(RuntimeError, match="--wlb-log .*log: the folder .* does not exist; create it or name another"):
         train(1, dataset, "--wlb-log", str(tmp_path / "no/log"))
-    with pytest.raises(RuntimeError, match=r"--wlb-document-log .*corpus.bin is a file that the run reads; name anoth"):
-        train(1, dataset, "--wlb-document-log", f"{dataset}.bin")
+    with pytest.raises(RuntimeError, match=r"--wlb-log .*corpus.bin is a file that the run reads; name anoth"):
+        train(1, dataset, "--wlb-log", f"{dataset}.bin")
 
 
-@pytest.mark.parametrize("what", ["state", "documents"])
-def test_a_run_goes_on_from_what_was_whole_when_the_disk_was_full(what, dataset, tmp_path, monkeypatch):
-    checkpoints, documents = tmp_path / "ckpt", tmp_path / "documents"
+def test_a_run_goes_on_from_what_was_whole_when_the_disk_was_full(dataset, tmp_path, monkeypatch):
+    """With delay, what waits is written before a checkpoint counts."""
+    checkpoints = tmp_path / "ckpt"
     flags = [*ADAM, "--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", "1"]
-    flags += ["--wlb-document-log", str(documents)]
+    flags += ["--wlb-max-delay-steps", "20"]
+    save = state.save
 
-    def full(original, second):
-        def limited(*args, **options):
-            size = documents.stat().st_size if what == "documents" and documents.exists() else 0
-            with files_up_to(size + 100) if second(*args) else contextlib.nullcontext():
-                original(*args, **options)
-
-        return limited
+    def limited(path, *rest):
+        with files_up_to(100) if path.name == "iter_0000002.wlb.json" else contextlib.nullcontext():
+            save(path, *rest)
 
     with monkeypatch.context() as patch:
-        if what == "state":
-            patch.setattr(state, "save", full(state.save, lambda path, *rest: path.name == "iter_0000002.wlb.json"))
-            message = "cannot save the packer state .*iter_0000002.wlb.json: File too large; earlier checkpoints are as"
-        else:
-            patch.setattr(document_log, "append", full(document_log.append, lambda path, number, *rest: number == 1))
-            message = "cannot append .* to --wlb-document-log .*documents: File too large; free space there"
+        patch.setattr(state, "save", limited)
+        message = "cannot save the packer state .*iter_0000002.wlb.json: File too large; earlier checkpoints are as"
         with pytest.raises(RuntimeError, match=message):
             train(1, dataset, *flags)
     assert [path.name for path in checkpoints.glob("*.wlb.json*")] == ["iter_0000001.wlb.json"]
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "1"
-    assert np.unique(document_log.read(documents)["step"]).tolist() == ([0, 1] if what == "state" else [0])
-
     train(1, dataset, *flags)
-    found = audit(documents, checkpoints, 2)
-    assert found.clean and found.steps == 2
+    assert state.load(state_path(str(checkpoints), 2))[0]["step"] == 2
 
 
 @pytest.mark.parametrize(("size", "error"), [(1, MemoryError("no room to plan in")), (2, SystemExit("ended"))])
 def test_what_ends_the_planner_reaches_the_training_loop(size, error, dataset, tmp_path, monkeypatch):
     """At the step that has no plan, after those that have one; of one rank, too."""
-    plan_step, path = step.plan_step, tmp_path / "log.jsonl"
+    plan_packed, path = step.plan_packed, tmp_path / "log.jsonl"
 
-    def failing(packer, *rest):
-        if packer.step == 2 and dist.get_rank() == size - 1:
+    def failing(packed, *rest):
+        if packed.step == 2 and dist.get_rank() == size - 1:
             raise error
-        return plan_step(packer, *rest)
+        return plan_packed(packed, *rest)
 
-    monkeypatch.setattr(step, "plan_step", failing)
+    monkeypatch.setattr(step, "plan_packed", failing)
     with pytest.raises(RuntimeError, match=rf"(?s){type(error).__name__}: {error}.*planning failed before step 2"):
         train(size, dataset, "--train-iters", "4", log=path)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
@@ -89,7 +77,7 @@ def test_what_ends_the_planner_reaches_the_training_loop(size, error, dataset, t
 
 def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, tmp_path, monkeypatch):
     """As launchers and clusters send it; the process that reads ahead gets it, too, and reads the rest of the step."""
-    forward, tokens = Training.forward_step, data.DocumentDataset._tokens
+    forward, rows = Training.forward_step, data.Reading.rows
     sent, reads = tmp_path / "sent", tmp_path / "reads"
 
     def signalled(self, *args, **kwargs):
@@ -102,14 +90,13 @@ def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, t
         if sent.exists():
             with reads.open("a") as file:
                 file.write(f"{os.getpid()}\n")
-        return tokens(self, *args)
+        return rows(self, *args)
 
     monkeypatch.setattr(Training, "forward_step", signalled)
-    monkeypatch.setattr(data.DocumentDataset, "_tokens", noted)
+    monkeypatch.setattr(data.Reading, "rows", noted)
     flags = "--num-workers 1 --exit-signal-handler --train-iters 4 --save-interval 9 --ckpt-format torch".split()
     with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
         train(1, dataset, *flags, "--save", str(tmp_path))
     (reader,) = set(reads.read_text().split())
     assert reader != sent.read_text()
-    assert state.load(state_path(str(tmp_path), 2))[0]["step"] == 2
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"

@@ -1,9 +1,10 @@
-"""Interrupted and resumed equals uninterrupted: the same documents, losses and parameters, to the bit."""
+"""Interrupted and resumed equals uninterrupted: the same samples, losses and parameters, to the bit."""
 
 import functools
 import itertools
 import os
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,13 +13,11 @@ import torch
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.describe.refusals import REFUSED
-from megatron_wlb.packing import POLICIES
-from megatron_wlb.plan import document_log, state
+from megatron_wlb.plan import state
 from tests.adapter import training
-from tests.adapter.audit import audit
-from tests.adapter.datasets import write_dataset
 from tests.adapter.training import (
     ADAM,
+    ALGORITHM_1,
     CP2,
     GQA,
     LATENT,
@@ -33,7 +32,7 @@ from tests.adapter.training import (
     train,
 )
 
-EXACT = ("step", "digest", "loss", "tokens", "imbalance", "imbalance_original", "delays_tokens", "work")
+EXACT = ("step", "plan", "loss", "tokens", "imbalance", "imbalance_original", "delays_tokens", "work")
 SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
 """Where the run is cut, the batch grows."""
 
@@ -43,7 +42,11 @@ SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
     [
         (1, "", "wlb"),
         (1, SCHEDULE, "adaptive"),
-        (2, f"{PP2} --non-persistent-save-interval 2 --non-persistent-ckpt-type global --save-interval 9", "adaptive"),
+        (
+            2,
+            f"{PP2} --non-persistent-save-interval 2 --non-persistent-ckpt-type global --save-interval 9",
+            "adaptive --wlb-max-delay-steps 20",
+        ),
         (4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
         *(full(4, f"{CP2} {VPP2}", packing) for packing in ("wlb", "original", "adaptive", "fixed")),
     ],
@@ -53,12 +56,15 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
     train = functools.partial(training.train, without=without)
     common = [*flags.split(), *ADAM, *f"--wlb-packing {packing} --train-iters 3".split()]
     common += [] if flags == SCHEDULE else ["--wlb-micro-batches", "8"]
+    common += ALGORITHM_1[2:] if packing == "wlb" else []
     whole = train(size, dataset, *common, log=tmp_path / "whole.jsonl")
 
     save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "2", "--wlb-log", str(tmp_path / "parts.jsonl")]
     with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
         train(size, dataset, *save, *common, "--exit-interval", "2")
-    assert state.load(state_path(str(tmp_path / "ckpt"), 2))[0]["step"] == 2
+    if waits := packing not in ("adaptive", "original", "fixed"):
+        assert state.load(state_path(str(tmp_path / "ckpt"), 2))[0]["step"] == 2
+    assert state_path(str(tmp_path / "ckpt"), 2).exists() == waits
     resumed = train(size, dataset, *save, *common, "--load", str(tmp_path / "ckpt"))
 
     log = entries(tmp_path / "parts.jsonl")
@@ -70,21 +76,22 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
         assert torch.equal(resumed["params"][name], parameter), name
 
 
-@pytest.mark.parametrize("packing", ["adaptive", full("wlb"), full("fixed"), full("original")])
-def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packing, dataset, tmp_path):
-    """Over the run as a whole, by the document log and what waits in the last checkpoint; starts say what is new.
+DELAY = "--wlb-max-delay-steps 20"
 
-    Where packing lets it, the number of micro-batches changes on its own.
-    """
-    fixed = POLICIES[packing].fixed_length
-    windows, counts = ([4, 8, 6, 16],) * 2 if fixed else ([4, 8, 8, 16], [4, 16, 6, 8])
-    log, checkpoint, prints = str(tmp_path / "documents"), str(tmp_path / "ckpt"), tmp_path / "prints"
-    common = [*ADAM, "--wlb-packing", packing, "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint]
-    common += "--save-interval 3 --override-opt-param-scheduler --wlb-max-tokens 640 --num-layers 2".split()
+
+@pytest.mark.parametrize("packing", [DELAY, full("--wlb-packing wlb --wlb-outlier-thresholds 96,160")])
+def test_delay_loses_no_document_when_layout_and_batch_size_change(packing, dataset, tmp_path):
+    """What was trained and what waits in the last checkpoint are the pieces of the samples; starts say what is new."""
+    windows, counts = [4, 8, 8, 16], [4, 16, 6, 8]
+    log, checkpoint, prints = tmp_path / "log.jsonl", str(tmp_path / "ckpt"), tmp_path / "prints"
+    common = [*ADAM, *packing.split(), "--save", checkpoint, "--load", checkpoint, "--save-interval", "3"]
+    common += "--override-opt-param-scheduler --wlb-max-tokens 640 --num-layers 2 --train-samples 200".split()
+    common += "--lr-decay-style constant".split()
+    without = "--train-iters --lr-decay-style"
     layouts = [(1, ""), (4, PP2), (2, CP2), (2, "")]
     for part, ((size, flags), n, m) in enumerate(zip(layouts, windows, counts, strict=True), 1):
-        flags += f" --global-batch-size {n} --wlb-micro-batches {m} --train-iters {3 * part}"
-        train(size, dataset, *common, *flags.split(), prints=prints)
+        flags += f" --global-batch-size {n} --wlb-micro-batches {m} --exit-interval {3 * part}"
+        train(size, dataset, *common, *flags.split(), prints=prints, log=log, without=without, exits=True)
     changes = re.findall(
         r"> wlb: resumed at iteration (\d+) with \d+ documents waiting; changed: (.*)", prints.read_text()
     )
@@ -99,12 +106,18 @@ def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packin
     for change, pipelined in ((0, "False -> True"), (1, "True -> False")):
         expected[change] += f", defer_weight_gradients {pipelined}"
     assert changes == [(str(3 * part), change) for part, change in enumerate(expected, 1)]
-    rows = document_log.read(log)
-    micro_batches = [len(np.unique(rows["micro_batch"][rows["step"] == step])) for step in range(12)]
-    assert [max(part) for part in itertools.batched(micro_batches, 3)] == counts  # one may be empty
-    found = audit(log, checkpoint, 12, [dataset])
-    assert found.clean, found
-    assert found.steps == 12
+    packer, _ = state.load(state_path(checkpoint, 12))
+    waiting = np.concatenate(list(state.waiting(packer).values()))
+    trained = Counter(length for e in entries(log) for lengths in e["lengths"] for length in lengths)
+    drawn = packer["drawn_samples"]
+    flags = f"--wlb-packing original --global-batch-size 1 --train-samples 200 --exit-interval {drawn}".split()
+    flags += ["--lr-decay-style", "constant"]
+    without += " --global-batch-size"
+    samples = train(1, dataset, *flags, without=without, log=tmp_path / "samples.jsonl", exits=True)["log"]
+    assert len(samples) == drawn
+    waits = Counter(waiting["length"].tolist())
+    assert trained + waits == Counter(length for e in samples for length in e["lengths"][0])
+    assert any(e["delay_max_steps"] > 0 for e in entries(log))
 
 
 def test_the_latest_checkpoint_is_noted_at_once(dataset, tmp_path, monkeypatch):
@@ -129,30 +142,13 @@ def test_the_latest_checkpoint_is_noted_at_once(dataset, tmp_path, monkeypatch):
     assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def test_on_and_off_within_a_run(dataset, tmp_path):
-    """Model, optimizer and iteration go on from a run without `--wlb` and back, whatever the order of documents."""
-    ckpt = str(tmp_path / "ckpt")
-    common = [*ADAM, *f"--load {ckpt} --save {ckpt} --save-interval 1 --data-cache-path {tmp_path / 'cache'}".split()]
-    common += ["--override-opt-param-scheduler", "--train-iters"]
-    train(1, dataset, *common, "1", wlb=False)
-    on = train(1, dataset, *common, "2", "--wlb-restart-packing", log=tmp_path / "on.jsonl")
-    scratch = train(1, dataset, *ADAM, "--train-iters", "1", log=tmp_path / "scratch.jsonl")
-    assert [e["step"] for e in on["log"]] == [2]
-    assert on["log"][0]["work"] == scratch["log"][0]["work"]  # the same documents
-    assert on["log"][0]["loss"] < scratch["log"][0]["loss"]  # another model
-    assert state.load(state_path(ckpt, 2))[0]["step"] == 2
-    train(1, dataset, *common, "3", wlb=False)
-    assert (tmp_path / "ckpt/latest_checkpointed_iteration.txt").read_text() == "3"
-    assert not state_path(ckpt, 3).exists()
-
-
 def test_flags_of_the_checkpoint_are_held_against_the_same_rules(dataset, tmp_path, monkeypatch):
     """`--use-checkpoint-args` overwrites what was given, and gives what was not; but no attention dropout."""
     experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64".split()
     for name, flags in (("dense", ["--attention-dropout", "0.1"]), ("moe", experts)):
         save = f"--save {tmp_path / name} --save-interval 9 --data-cache-path {tmp_path / 'cache'} --train-iters 1"
         train(1, dataset, *ADAM, *save.split(), *flags, wlb=False)
-    load = [*ADAM, "--use-checkpoint-args", "--wlb-restart-packing", "--train-iters", "2", "--load"]
+    load = [*ADAM, "--use-checkpoint-args", "--train-iters", "2", "--load"]
     load = ["--override-opt-param-scheduler", *load]
     with monkeypatch.context() as patched:
         patched.setitem(REFUSED, "num_experts", "is not supported; give no experts")
@@ -171,24 +167,23 @@ def test_flags_of_the_checkpoint_are_held_against_the_same_rules(dataset, tmp_pa
     assert [e["step"] for e in run["log"]] == [2]
 
 
-def test_resume_without_state_and_from_another_dataset_are_refused(dataset, tmp_path):
-    documents = str(tmp_path / "documents")
-    save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "1", "--wlb-document-log", documents]
-    train(1, dataset, *ADAM, *save, "--train-iters", "1")
-    load = [*ADAM, "--load", str(tmp_path / "ckpt"), "--train-iters", "2", "--override-opt-param-scheduler"]
-    other = write_dataset(tmp_path / "other", seed=1, documents=300)
-    with pytest.raises(RuntimeError, match="saved with another dataset 0 of the blend"):
-        train(1, other, *load)
-    save = ["--save", str(tmp_path / "again"), *save[2:]]
-    run = train(1, other, *load, *save, "--wlb-restart-packing", log=tmp_path / "other.jsonl")
-    fresh = train(1, other, *ADAM, "--train-iters", "1", log=tmp_path / "fresh.jsonl")
-    assert [e["step"] for e in run["log"]] == [2]
-    assert run["log"][0]["work"] == fresh["log"][0]["work"]
-    found = audit(documents, tmp_path / "again", 2)
-    assert found.clean and (found.restarts, found.first_step, found.steps) == (1, 1, 1)
-    state_path(str(tmp_path / "ckpt"), 1).unlink()
-    with pytest.raises(RuntimeError, match="there is no packer state .*by --wlb-restart-packing"):
+def test_with_delay_a_missing_state_stops_the_run_unless_told_to_go_on(dataset, tmp_path):
+    checkpoint, prints = tmp_path / "ckpt", tmp_path / "prints"
+    common = [*ADAM, "--save-interval", "1", "--override-opt-param-scheduler"]
+    train(1, dataset, *common, *DELAY.split(), "--train-iters", "2", "--save", str(checkpoint))
+    common += ["--train-iters", "3", "--load", str(checkpoint)]
+    with pytest.raises(RuntimeError, match="saved with --wlb-packing adaptive, this run has wlb; resume with the same"):
+        train(1, dataset, *common, "--wlb-packing", "wlb")
+    load = [*common, *DELAY.split()]
+    with pytest.raises(RuntimeError, match="documents wait at the checkpoint 2 of .*leave them out by --no-load-wlb"):
+        train(1, dataset, *common)
+    state_path(str(checkpoint), 1).rename(state_path(str(checkpoint), 2))
+    with pytest.raises(RuntimeError, match="is of step 1, not of iteration 2; copy that one's"):
         train(1, dataset, *load)
-    (tmp_path / "again/iter_0000002.wlb.json").rename(state_path(str(tmp_path / "ckpt"), 1))
-    with pytest.raises(RuntimeError, match="is of step 2, not of iteration 1; copy that one's"):
+    state_path(str(checkpoint), 2).unlink()
+    with pytest.raises(
+        RuntimeError, match="there is no packer state .*by --no-load-wlb: documents of the samples befo"
+    ):
         train(1, dataset, *load)
+    run = train(1, dataset, *load, "--no-load-wlb", log=tmp_path / "log.jsonl", prints=prints)
+    assert [e["step"] for e in run["log"]] == [3] and "that waited then are not trained" in prints.read_text()

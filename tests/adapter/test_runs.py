@@ -1,4 +1,4 @@
-"""Whole runs beside parity and resume: evaluation, blends, ranks that disagree, workers, memory, and upstream's other
+"""Whole runs beside parity and resume: evaluation, ranks that disagree, workers, memory, and upstream's other
 ways to run: ends by samples or time, replays of a step, asynchronous saving."""
 
 import multiprocessing
@@ -7,37 +7,32 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import training
 
-from megatron_wlb.adapter import plans
-from megatron_wlb.adapter.data import DocumentDataset
+from megatron_wlb.adapter import datasets, plans
+from megatron_wlb.adapter.data import BatchDataset, Reading
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
-from megatron_wlb.plan import document_log, state, step
-from megatron_wlb.plan.dataset import read_index, trained_tokens
-from tests.adapter.audit import audit
-from tests.adapter.datasets import write_dataset
+from megatron_wlb.plan import step
 from tests.adapter.training import ADAM, CP2, PP2, entries, train
 from tests.worlds import run_world
 
 
 def losses(path):
     """(step, loss, digest of the plan) of every line of a step log."""
-    return [(e["step"], e["loss"], e["digest"]) for e in entries(path)]
+    return [(e["step"], e["loss"], e["plan"]) for e in entries(path)]
 
 
 @pytest.fixture(scope="module")
 def whole(dataset, tmp_path_factory):
-    """Four steps on one process: (losses, documents)."""
-    folder = tmp_path_factory.mktemp("whole")
-    log, documents = folder / "log.jsonl", folder / "documents"
-    train(1, dataset, *ADAM, "--train-iters", "4", "--wlb-document-log", str(documents), log=log)
-    return losses(log), document_log.read(documents)
+    """`losses` of four steps on one process."""
+    log = tmp_path_factory.mktemp("whole") / "log.jsonl"
+    train(1, dataset, *ADAM, "--train-iters", "4", log=log)
+    return losses(log)
 
 
 def test_evaluation_is_the_same_in_every_layout_and_does_not_disturb_training(dataset, whole, tmp_path):
@@ -46,60 +41,33 @@ def test_evaluation_is_the_same_in_every_layout_and_does_not_disturb_training(da
     four = train(4, dataset, *PP2.split(), *CP2.split(), *evaluate)["evaluations"]
     assert len(one) == 3  # after each of two steps, and at the end
     assert four == pytest.approx(one, rel=1e-5)
-    assert losses(tmp_path / "log.jsonl") == whole[0][:2]
+    assert losses(tmp_path / "log.jsonl") == whole[:2]
 
 
-def test_full_validation_is_a_pass_over_every_set(dataset, tmp_path):
-    other = write_dataset(tmp_path / "other", seed=3, documents=40)
-    common = f"--lr 0 --train-data-path {dataset} --eval-interval 1 --train-iters 1 --full-validation".split()
-    both = [*common, "--valid-data-path", dataset, other, "--multiple-validation-sets"]
-    one = train(1, "", *both, without="--split --lr")["evaluations"]
-    assert one[:2] == one[2:]  # after the step, and at the end: the same pass
-    assert train(4, "", *PP2.split(), *CP2.split(), *both, without="--split --lr")["evaluations"] == pytest.approx(one)
-    alone = train(1, "", *common, "--valid-data-path", other, without="--split --lr")["evaluations"]
-    assert alone == [one[1]] * 2
+def test_ranks_with_other_data_stop_in_the_first_step_if_only_in_validation(dataset, monkeypatch):
+    """By the names and sizes of files."""
+    split_data = datasets.split_data
 
+    def other(built, args, split, first_sample):
+        found = split_data(built, args, split, first_sample)
+        differs = dist.get_rank() == 1 and split == "valid"
+        return replace(found, identity=found.identity ^ 1) if differs else found
 
-def test_several_epochs_of_a_blend(tmp_path):
-    """Over restarts and layouts; every document comes once in every pass over its dataset."""
-    prefixes = [
-        write_dataset(tmp_path / name, seed=seed, documents=n) for name, seed, n in (("a", 1, 40), ("b", 2, 25))
-    ]
-    log, checkpoint, blend = str(tmp_path / "documents"), str(tmp_path / "ckpt"), f"0.7 {prefixes[0]} 0.3 {prefixes[1]}"
-    common = [*ADAM, "--split", "100,0,0", "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint]
-    common += ["--override-opt-param-scheduler", "--save-interval", "9", "--num-layers", "1"]
-    train(1, blend, *common, "--train-iters", "6")
-    train(2, blend, *common, *CP2.split(), "--train-iters", "12")
-    rows, found = document_log.read(log), audit(log, checkpoint, 12, prefixes)
-    assert found.clean, found
-    for dataset, share in enumerate((0.7, 0.3)):
-        its = rows[rows["dataset"] == dataset]
-        assert its["length"].sum() / rows["length"].sum() == pytest.approx(share, abs=0.05)
-        times = np.unique(its["document"][its["offset"] == 0], return_counts=True)[1]
-        assert times.min() >= 2
-        assert len(times) == (trained_tokens(read_index(prefixes[dataset]).tokens) > 0).sum()
-
-
-def test_ranks_with_other_data_stop_in_the_first_step_if_only_in_validation(dataset, tmp_path):
-    other = write_dataset(tmp_path / "other", seed=0, documents=300)
-    tokens = np.fromfile(f"{other}.bin", "<i4")
-    tokens[:9] += 1
-    tokens.tofile(f"{other}.bin")  # of the same lengths
-    data = f"--train-data-path {dataset} --valid-data-path {dataset} --eval-iters 1 --eval-interval 1".split()
-    message = r"train step 0 differently: rank 1 differs from rank 0 in valid datasets \(--data-path\); check that all"
+    monkeypatch.setattr(datasets, "split_data", other)
+    message = r"train step 0 differently: rank 1 differs from rank 0 in valid data; check that all"
     with pytest.raises(RuntimeError, match=message):
-        train(2, "", *CP2.split(), *data, without="--split", flags_of_rank={1: ["--valid-data-path", other]})
+        train(2, dataset, *CP2.split(), *"--eval-iters 1 --eval-interval 1".split(), without="--eval-iters")
 
 
 def test_ranks_that_plan_a_later_step_differently_stop_before_it(dataset, tmp_path, monkeypatch):
     """Ranks are asked while the step before runs."""
-    plan_step = step.plan_step
+    plan_packed = step.plan_packed
 
     def differing(*given):
-        plan = plan_step(*given)
+        plan = plan_packed(*given)
         return replace(plan, own_digest=plan.own_digest ^ 1) if plan.step == dist.get_rank() == 1 else plan
 
-    monkeypatch.setattr(step, "plan_step", differing)
+    monkeypatch.setattr(step, "plan_packed", differing)
     log = tmp_path / "log.jsonl"
     with pytest.raises(RuntimeError, match="train step 1 differently: rank 1 differs from rank 0 in order or shards"):
         train(2, dataset, *CP2.split(), log=log)
@@ -127,7 +95,7 @@ def _compared():
         parts = {"C++ core": 0, "documents": (1 << 63) - 1, "placement": 3, "own": rank // 2} | case.get(rank, {})
         own = parts.pop("own")
         try:
-            plans.Comparison("valid", 7, parts, own, torch.device("cpu")).check()
+            plans.Comparison("valid", 7, parts, own, None, torch.device("cpu")).check()
             said.append(None)
         except RuntimeError as error:
             said.append(re.search("valid step 7 differently: (.*); check", str(error))[1])
@@ -140,7 +108,7 @@ def test_data_workers_a_slow_disk_and_a_slow_planner_change_nothing(dataset, tmp
     flags = f"{layout} --num-layers 6 --global-batch-size 9 --num-workers".split()
     train(size, dataset, *flags, "0", log=tmp_path / "plain.jsonl")
     made = multiprocessing.get_context("fork").Value("i", 0)
-    get, tokens, plan_step = DocumentDataset.__getitem__, DocumentDataset._tokens, step.plan_step
+    get, rows, plan_packed = BatchDataset.__getitem__, Reading.rows, step.plan_packed
 
     def in_a_worker(self, plan):
         assert torch.utils.data.get_worker_info() is not None
@@ -151,10 +119,10 @@ def test_data_workers_a_slow_disk_and_a_slow_planner_change_nothing(dataset, tmp
     def slow(call, seconds):
         return lambda *given: time.sleep(seconds) or call(*given)
 
-    monkeypatch.setattr(DocumentDataset, "__getitem__", in_a_worker)
-    monkeypatch.setattr(DocumentDataset, "_tokens", slow(tokens, 0.003))
+    monkeypatch.setattr(BatchDataset, "__getitem__", in_a_worker)
+    monkeypatch.setattr(Reading, "rows", slow(rows, 0.003))
     monkeypatch.setattr(step, "PLAN_AHEAD", 1)
-    monkeypatch.setattr(step, "plan_step", slow(plan_step, 0.2))
+    monkeypatch.setattr(step, "plan_packed", slow(plan_packed, 0.2))
     workers = train(size, dataset, *flags, "2", log=tmp_path / "workers.jsonl")
     assert losses(tmp_path / "workers.jsonl") == losses(tmp_path / "plain.jsonl")
     assert all(e["plan_wait_ms"] > 0 for e in workers["log"])
@@ -172,8 +140,7 @@ def test_the_number_of_micro_batches_is_chosen(dataset, tmp_path):
         train(2, dataset, *common, *saving, "--train-iters", steps, "--override-opt-param-scheduler", log=log)
     assert len({e["num_micro_batches"] for e in entries(uncut)}) == 1
     assert losses(log) == losses(uncut)
-    _, job = state.load(state_path(checkpoint, 2))
-    assert job["num_micro_batches"] > job["global_batch_size"] == 8
+    assert entries(log)[0]["job"]["num_micro_batches"] > entries(log)[0]["job"]["global_batch_size"] == 8
 
 
 def test_samples_are_windows_whatever_the_number_of_micro_batches(dataset, tmp_path, monkeypatch):
@@ -207,7 +174,7 @@ def test_samples_are_windows_whatever_the_number_of_micro_batches(dataset, tmp_p
 
 def test_steps_are_replayed(dataset, tmp_path, monkeypatch):
     """A transient error is injected into every step after the first, each of which runs again, and nothing else."""
-    plain, replayed, documents = tmp_path / "plain.jsonl", tmp_path / "replayed.jsonl", tmp_path / "documents"
+    plain, replayed = tmp_path / "plain.jsonl", tmp_path / "replayed.jsonl"
     common = [*ADAM, *CP2.split(), *PP2.split(), *"--wlb-micro-batches 16 --train-iters 3 --num-layers 2".split()]
     train(4, dataset, *common, log=plain)
     forward = Training.forward_step
@@ -220,35 +187,34 @@ def test_steps_are_replayed(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(Training, "forward_step", counted)
     inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type transient_error".split()
     inject += ["--no-check-for-nan-in-loss-and-grad", "--check-for-spiky-loss"]  # the second does not end a run
-    train(4, dataset, *common, *inject, "--wlb-document-log", str(documents), log=replayed)
+    train(4, dataset, *common, *inject, log=replayed)
     assert losses(replayed) == losses(plain)
-    assert np.unique(document_log.read(documents)["step"]).tolist() == [0, 1, 2]
     assert [(tmp_path / f"forward{rank}").stat().st_size for rank in range(4)] == [16 * (1 + 2 + 2)] * 4
 
 
 def test_a_step_that_fails_validation_is_saved_as_still_to_come(dataset, whole, tmp_path):
     """A persistent error is injected into a step after the first: it is replayed, saved for another GPU, replayed from
     there, and trained when the run goes on without validation."""
-    log, documents, checkpoint = tmp_path / "log.jsonl", str(tmp_path / "documents"), str(tmp_path / "ckpt")
-    saving = f"--save {checkpoint} --save-interval 9 --wlb-document-log {documents}"
+    log, checkpoint = tmp_path / "log.jsonl", str(tmp_path / "ckpt")
+    saving = f"--save {checkpoint} --save-interval 9"
     common = [*ADAM, "--train-iters", "4", *saving.split()]
     inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type persistent_error".split()
     with pytest.raises(RuntimeError, match="SystemExit: 16"):
         train(1, dataset, *common, *inject, log=log)
-    assert losses(log) == whole[0][:1]
-    assert state.load(state_path(checkpoint, 1))[0]["step"] == 1
+    assert losses(log) == whole[:1]
     with pytest.raises(RuntimeError, match="SystemExit: 16"):  # it ran once more, on the same machine
         train(1, dataset, *common, "--load", checkpoint, "--rerun-mode", "validate_results", log=log)
     train(1, dataset, *common, "--load", checkpoint, "--rerun-mode", "disabled", log=log)
-    assert losses(log) == whole[0]
-    assert np.array_equal(document_log.read(documents), whole[1])
+    assert losses(log) == whole
 
 
 @pytest.mark.parametrize("worker", [[], ["--use-persistent-ckpt-worker"]])
-def test_asynchronous_saving(worker, dataset, whole, tmp_path, monkeypatch):
-    """The state of the packer is there before the checkpoint counts as saved."""
+def test_asynchronous_saving(worker, dataset, tmp_path, monkeypatch):
+    """What waits is there before the checkpoint counts as saved."""
     log, checkpoint = tmp_path / "log.jsonl", tmp_path / "ckpt"
-    common = [*ADAM, "--train-iters", "4", "--save", str(checkpoint), "--save-interval", "1"]
+    common = [*ADAM, "--train-iters", "4", "--wlb-max-delay-steps", "20"]
+    train(1, dataset, *common, log=(uncut := tmp_path / "uncut.jsonl"))
+    common += ["--save", str(checkpoint), "--save-interval", "1"]
     common += ["--async-save", "--async-strategy", "mcore", *worker]
     order = tmp_path / "order"
     finalize = training.maybe_finalize_async_save
@@ -269,7 +235,7 @@ def test_asynchronous_saving(worker, dataset, whole, tmp_path, monkeypatch):
     assert "2 True" in seen and not any("False" in line for line in seen)
     assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "2"
     train(1, dataset, *common, "--load", str(checkpoint), log=log)
-    assert losses(log) == whole[0]
+    assert losses(log) == losses(uncut)
 
 
 def test_a_rank_that_hangs_ends_in_the_timeout(dataset, monkeypatch):

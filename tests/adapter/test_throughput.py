@@ -9,9 +9,8 @@ from megatron.core import timers
 from megatron.training import training
 
 from megatron_wlb.adapter.clock import attended_squares
-from megatron_wlb.plan import document_log
 from tests.adapter.datasets import write_lengths
-from tests.adapter.training import ADAM, CP2, train
+from tests.adapter.training import ADAM, CP2, entries, train
 
 # By hand, of the MODEL: 4 layers, hidden 64, 8 query and 2 key heads of 8, SwiGLU of 96, 256 words; forward + backward.
 _PER_TOKEN = 4 * (6 * 64 * (64 + 2 * 16 + 64) + 6 * 64 * 3 * 96) + 6 * 64 * 256
@@ -55,7 +54,7 @@ def test_sliding_windows(skip, share):
 
 
 def test_a_document_for_every_micro_batch_counts_as_upstream_counts(rates, tmp_path):
-    prefix = write_lengths(tmp_path / "windows", np.full(80, 257))
+    prefix = write_lengths(tmp_path / "windows", np.full(81, 256))
     for wlb in (True, False):
         train(1, prefix, "--train-iters", "1", "--data-cache-path", str(tmp_path), wlb=wlb)
     ours, upstreams = rates()
@@ -64,13 +63,12 @@ def test_a_document_for_every_micro_batch_counts_as_upstream_counts(rates, tmp_p
 
 def test_lines_and_the_sum_count_the_documents(dataset, rates, tmp_path):
     """A line of two steps reports their mean; the sum goes on over a restart."""
-    size, log, checkpoint = 2, str(tmp_path / "documents"), str(tmp_path / "ckpt")
-    common = [*CP2.split(), *ADAM, "--wlb-document-log", log, "--log-interval", "2", "--save", checkpoint]
+    size, log, checkpoint = 2, tmp_path / "log.jsonl", str(tmp_path / "ckpt")
+    common = [*CP2.split(), *ADAM, "--log-interval", "2", "--save", checkpoint]
     common += ["--save-interval", "2", "--ckpt-format", "torch_dist", "--log-progress", "--train-iters"]
-    train(size, dataset, *common, "4")
-    train(size, dataset, *common, "6", "--load", checkpoint, "--override-opt-param-scheduler")
-    entries = document_log.read(log)
-    steps = [by_hand(entries["length"][entries["step"] == step]) for step in range(6)]
+    train(size, dataset, *common, "4", log=log)
+    train(size, dataset, *common, "6", "--load", checkpoint, "--override-opt-param-scheduler", log=log)
+    steps = [by_hand(np.concatenate([*map(np.array, e["lengths"])])) for e in entries(log)]
     assert len({round(step / min(steps), 3) for step in steps}) == 6
     # Upstream also prints after the first step of a run, which goes into the next line once more.
     parts = [steps[:1], steps[:2], steps[2:4], steps[4:5], steps[4:6]]

@@ -4,6 +4,9 @@ Parameters are set from their global name, so that every layout starts from the 
 together again from the shards of tensor-parallel ranks.
 """
 
+import contextlib
+import functools
+import inspect
 import json
 import multiprocessing
 import os
@@ -28,7 +31,7 @@ MODEL = """
 --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --lr-decay-style constant
 --tokenizer-type NullTokenizer --vocab-size 255 --split 90,10,0 --eval-iters 0 --log-interval 1
---calculate-per-token-loss --num-workers 0 --train-iters 2 --seed 1234 --optimizer sgd --lr 0.5
+--reset-attention-mask --reset-position-ids --num-workers 0 --train-iters 2 --seed 1234 --optimizer sgd --lr 0.5
 """.split()
 
 WLB = "--wlb --wlb-max-tokens 320".split()
@@ -67,27 +70,28 @@ def train(
     timeout: float = HANGS_SECONDS,
     without: str = "",
     prints: Path | None = None,
+    exits: bool = False,
 ) -> dict[str, Any]:
     """Train on `size` processes, with the flags of MODEL less those of `without` and their values, and with `flags`.
 
-    Documents are packed by ALGORITHM_1 where `flags` name no packing.
     Without `wlb`, upstream trains by itself (`upstream_script`). What the ranks print goes to the file `prints`.
 
     Returns {"grads": per optimizer step {global name: gradient of the whole parameter}, "params": the same after
-    training, "log": the step log, "evaluations": validation losses, "sends": by rank, dtypes of all point-to-point
-    sends, "compiled": how often torch.compile compiled each function of upstream, on rank 0 and after its warm-up}.
+    training, "losses" and "norms" of the gradient, by step, "log": the step log, "evaluations": validation losses,
+    "sends": by rank, dtypes of all point-to-point sends, "compiled": how often torch.compile compiled each function of
+    upstream, on rank 0 and after its warm-up}. `exits`: upstream ends the process, as at --exit-interval.
     """
     argv = ["pretrain_gpt.py", *less(MODEL, without), *(WLB if wlb else [])]
-    if wlb and "--wlb-packing" not in flags:
-        argv += ALGORITHM_1
     argv += flags
     if dataset:
         argv += ["--data-path", *dataset.split()]
     if log is not None:
         argv += ["--wlb-log", str(log)]
-    results = run_world(_train, size, argv, flags_of_rank or {}, str(prints or os.devnull), timeout=timeout)
+    results = run_world(_train, size, argv, flags_of_rank or {}, str(prints or os.devnull), exits, timeout=timeout)
     return {
         "evaluations": results[-1]["evaluations"],
+        "losses": results[-1]["losses"],
+        "norms": results[-1]["norms"],
         "sends": [r["sends"] for r in results],
         "compiled": results[0]["compiled"],
         "grads": [_merge([r["grads"][step] for r in results]) for step in range(len(results[0]["grads"]))],
@@ -109,7 +113,7 @@ def less(flags: list[str], names: str) -> list[str]:
     return flags
 
 
-def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) -> dict[str, Any]:
+def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str, exits: bool) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import get_args, training
 
@@ -120,8 +124,18 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) ->
     # Upstream prints hundreds of lines; they matter only when a test fails, and then pytest shows the exception.
     sys.stdout = open(prints, "a", buffering=1)  # noqa: SIM115
     sys.argv = [*argv, *flags_of_rank.get(dist.get_rank(), []), "--distributed-backend", "gloo", *cpu.FLAGS]
-    out: dict[str, Any] = {"grads": [], "evaluations": [], "sends": []}
+    out: dict[str, Any] = {"grads": [], "evaluations": [], "sends": [], "losses": [], "norms": []}
     setup, evaluate, isend = training.setup_model_and_optimizer, training.evaluate, dist.isend
+    training_log = training.training_log
+    bound = inspect.signature(training_log).bind
+
+    @functools.wraps(training_log)
+    def log_and_keep(*args: Any, **kwargs: Any) -> Any:
+        said = bound(*args, **kwargs).arguments
+        if "lm loss" in said["loss_dict"]:
+            out["losses"].append(float(said["loss_dict"]["lm loss"]))
+        out["norms"].append(float(said["grad_norm"] or 0))
+        return training_log(*args, **kwargs)
 
     def evaluate_and_keep(*args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
@@ -132,7 +146,7 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) ->
         out["sends"].append(str(tensor.dtype))
         return isend(tensor, *args, **kwargs)
 
-    training.evaluate = evaluate_and_keep
+    training.evaluate, training.training_log = evaluate_and_keep, log_and_keep
     dist.isend = dist.distributed_c10d.isend = isend_and_count  # both, since a P2POp takes the module's own only
 
     def setup_and_watch(*args: Any, **kwargs: Any) -> Any:
@@ -156,12 +170,13 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) ->
     # Upstream's checkpoint writer starts this server by spawning, that is, by importing torch anew in every rank.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     script.teach()
-    if "--wlb" in argv:
-        script.train()
-    else:
-        from tests.adapter import upstream_script
+    with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
+        if "--wlb" in argv:
+            script.train()
+        else:
+            from tests.adapter import upstream_script
 
-        upstream_script.main()
+            upstream_script.main()
     out["params"] = _shards(out.pop("chunks"), lambda p: p.data)
     frames = [(m.co_name, str(m.co_filename)) for m in get_compilation_metrics()]
     out["compiled"] = Counter(name for name, file in frames if "/megatron/core/" in file)

@@ -5,7 +5,7 @@ import importlib
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, pretrain
@@ -16,7 +16,9 @@ DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
 def datasets(num_samples, vp_stage=None):
     args = get_args()
-    kind = importlib.import_module("megatron.training.datasets.sft_dataset").SFTDataset if args.sft else GPTDataset
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    if args.sft:
+        kind = importlib.import_module("megatron.training.datasets.sft_dataset").SFTDataset
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -31,6 +33,9 @@ def datasets(num_samples, vp_stage=None):
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=not args.sft,
         context_parallel_size=args.context_parallel_size,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        full_validation=args.full_validation,
+        multiple_validation_sets=args.multiple_validation_sets,
     )
     return BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).build()
 
@@ -41,7 +46,8 @@ datasets.is_distributed = True
 def forward_step(data_iterator, model):
     batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
     inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask"))
-    return model(*inputs, labels=batch["labels"]), functools.partial(loss, batch["loss_mask"])
+    mask = batch["loss_mask"]
+    return model(*inputs, labels=batch["labels"], loss_mask=mask), functools.partial(loss, mask)
 
 
 def loss(loss_mask, output):

@@ -5,16 +5,18 @@ import json
 import re
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks import convergence
-from benchmarks.convergence import QUICK, VARIANTS, Trainer, packer_of
-from benchmarks.convergence_model import Corpus, Shape, accumulate
-from megatron_wlb.plan.dataset import read_index
-from megatron_wlb.types import DOCUMENT
+from benchmarks.convergence import QUICK, VARIANTS, Trainer, cut, job_of
+from benchmarks.convergence_model import Shape, accumulate
+from megatron_wlb.plan.dataset import read_lengths
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.samples import Windows, windows
 from tests.adapter.conftest import dataset  # noqa: F401  # also makes this process the warm parent of forked worlds
 from tests.adapter.training import MODEL, relative_error, train
 
@@ -40,29 +42,52 @@ FLAGS = "--num-query-groups 8 --wlb-crossover 128 --wlb-max-tokens 320"
         pytest.param("original", f"{CP2_PP2} --wlb-packing original", marks=pytest.mark.full),
         ("wlb", f"{CP2_PP2} --wlb-packing wlb --wlb-outlier-thresholds 128,192"),
         pytest.param("fixed-8", f"{CP2_PP2} --wlb-packing fixed --wlb-global-batches 8", marks=pytest.mark.full),
-        ("adaptive-2N", f"{DP2_PP2} --wlb-packing adaptive --wlb-micro-batches 16"),
+        ("delay", f"{DP2_PP2} --wlb-packing adaptive --wlb-max-delay-steps 30 --wlb-micro-batches 8"),
     ],
 )
 def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path):  # noqa: F811
     """The losses and all gradients of three steps, of the weights that two updates have led to."""
     steps = f"--train-iters {STEPS} --weight-decay 0 --sgd-momentum 0.9"
     megatron = train(4, dataset, *FLAGS.split(), *flags.split(), *steps.split(), log=tmp_path / "log.jsonl")
-    index = read_index(dataset)
-    documents = Corpus(np.fromfile(f"{dataset}.bin", np.int32), index.tokens)
-    model = Trainer(TINY, documents, 0).model
+    lengths = read_lengths(dataset).astype(np.int64)
+    data = cut(np.fromfile(f"{dataset}.bin", np.int32), lengths, upstream_windows(dataset, lengths))
+    model = Trainer(TINY, data.corpus, 0).model
     set_parameters(model)
     scale = replace(TINY, dp=2, pp=2)  # adaptive packing goes by the layout, the others do not
-    packer = packer_of(variant, scale, documents.lengths[: round(0.9 * len(index))], SEED)
+    packer = Packer(data.samples, job_of(variant, scale))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     for logged, gradients in zip(megatron["log"], megatron["grads"], strict=True):
         packing = packer.next().batch
         optimizer.zero_grad()
-        loss = accumulate(model, documents, packing)
+        loss = accumulate(model, data.corpus, packing)
         assert int(packing.documents["length"].sum()) == logged["tokens"]
         assert loss == pytest.approx(logged["loss"], rel=1e-5)
         assert relative_error({name_of(n): p.grad for n, p in model.named_parameters()}, gradients) <= 1e-5
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # upstream's default
         optimizer.step()
+
+
+def upstream_windows(prefix, lengths):
+    """What upstream trains of the dataset."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    count = STEPS * TINY.global_batch_size
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=TINY.context_length,
+        blend=([prefix], None),
+        split="90,10,0",
+        tokenizer=SimpleNamespace(eod=255, pad=-1, vocab_size=256, unique_identifiers={}),
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    built = BlendedMegatronDatasetBuilder(GPTDataset, [count, 0, 0], lambda: True, config).build()[0]
+    names = ("document_index", "sample_index", "shuffle_index")
+    arrays = {name: getattr(built, name) for name in names}
+    return Windows(**arrays, lengths=lengths, context_length=TINY.context_length)
 
 
 def name_of(name):
@@ -119,12 +144,18 @@ def test_a_run_trains_the_same_tokens_as_every_other(variant, data, started):
 
 
 def test_held_out_documents_are_never_trained(data):
-    begins = np.cumsum(data["lengths"]) - data["lengths"]
+    """Rows are read from the stream of their documents, and labels go on behind a row."""
+    ends = np.cumsum(data["lengths"])
     for held, count in ((False, 360), (True, 40)):
-        split = convergence.split(data, held_out=held)
-        assert len(split.lengths) == count
-        for document, place in enumerate(np.flatnonzero(data["held_out"] == held)):
-            row = np.array([(0, 0, document, 0, split.lengths[document], 0)], DOCUMENT)
-            batch = split.micro_batch(row)
-            whole = data["tokens"][begins[place] :][: data["lengths"][place]].tolist()
-            assert batch.tokens.tolist() == whole[:-1] and batch.labels.tolist() == whole[1:]
+        tokens, lengths = convergence.split(data, held_out=held)
+        assert len(lengths) == count
+        of = windows(lengths, SHORT.context_length, seed=3)
+        corpus = cut(tokens, lengths, of).corpus
+        chosen = np.flatnonzero(data["held_out"] == held)[of.document_index]
+        stream = np.concatenate([data["tokens"][ends[i] - data["lengths"][i] : ends[i]] for i in chosen]).tolist()
+        for sample in range(len(of)):
+            rows = of.pieces(np.array([sample]))
+            begin = int(of.shuffle_index[sample]) * SHORT.context_length
+            batch = corpus.micro_batch(rows)
+            assert batch.tokens.tolist() == stream[begin:][: SHORT.context_length]
+            assert batch.labels.tolist() == stream[begin + 1 :][: SHORT.context_length]

@@ -8,7 +8,7 @@ from tests.adapter.datasets import write_index
 
 @pytest.fixture(scope="module")
 def lengths():
-    """Trained tokens of documents, for about 240 steps."""
+    """Tokens of documents, for about 290 steps."""
     return np.random.default_rng(3).lognormal(5.5, 1.4, 8000).astype(np.int64).clip(1, 6000)
 
 
@@ -16,5 +16,13 @@ def lengths():
 def data(tmp_path_factory, lengths):
     """Prefix of a dataset whose `.bin` file is elsewhere."""
     prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_index(prefix.with_suffix(".idx"), lengths + 1)
+    write_index(prefix.with_suffix(".idx"), lengths)
     return str(prefix)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory, lengths):
+    """Flags of a dataset with documents that are eight times as long."""
+    prefix = tmp_path_factory.mktemp("long") / "long"
+    write_index(prefix.with_suffix(".idx"), 8 * lengths)
+    return f"--split 1 --data-path {prefix}"

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from benchmarks.lengths import stream
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
@@ -13,8 +13,9 @@ from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.split import Split
+from megatron_wlb.plan.samples import Samples, windows
 from megatron_wlb.simulate.memory import peak_bytes
-from tests.cli.analyses import JOB, N, analyse, setup
+from tests.cli.analyses import JOB, C, N, analyse, setup
 
 
 def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster(tmp_path, data, capsys):
@@ -72,7 +73,8 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
             global_batch_size=16, max_tokens=1 << 17, crossover_tokens=37_000, packing=OriginalPacking(),
             profile=load_profile("h100-fa2"),
         )  # fmt: skip
-        found = layouts.relieved(given, stream(np.full(100, 30_000), given.context_length))
+        part = windows(np.full(200, 30_000), given.context_length)
+        found = layouts.relieved(given, Samples(parts=[part], context_length=given.context_length))
         assert replace(found, parallel=given.parallel) == given and (found == given or found.layers().sum() == 32)
         return found.parallel.split.pipeline_model_parallel_layout
 
@@ -90,13 +92,32 @@ def test_other_layouts_have_the_tokens_of_the_run(data):
     assert {each.global_batch_size for each in (found.job, *found.layouts)} == {4} and found.layouts
 
 
+def test_a_delay_comes_behind_layouts_that_bring_as_much_in_the_same_step(tmp_path, long, capsys):
+    """With one window a stage: long documents decide every step, and fewer stages or wider CP spread them."""
+    words = f"--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --vocab-size 1024 --seq-length {8 * C} {long} "
+    words += "--pipeline-model-parallel-size 4 --num-gpus 8 --global-batch-size 8"
+    found = analyse(tmp_path, words, "--steps 8")
+    printed, ours, delay = capsys.readouterr().out, found["schemes"]["ours"], found["delay"]
+    assert ours["late_steps"] == 0 < delay["late_steps"]
+    assert delay["gain"] > 1.02 and delay["speedup"] == pytest.approx(delay["gain"] * ours["speedup"])
+    best = found["layouts"][0]
+    assert best["gain"] >= delay["gain"] and best["late_steps"] == 0 and best["megatron"] > 0
+    assert [each["gain"] for each in found["layouts"]] == sorted((e["gain"] for e in found["layouts"]), reverse=True)
+    said = [line for line in printed.splitlines() if "--wlb-max-delay-steps 30 would bring" in line]
+    assert f"{delay['speedup']:.2f}" in said[0] and f"{delay['late_steps']:.2f} steps late" in said[0]
+    assert printed.index("Faster on the same GPUs with the same tokens") < printed.index(said[0])
+    assert setup(words, "--wlb-max-delay-steps 30").delayed is None
+
+
 def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_a_layer():
     job = make_job(
         model=MODELS["llama2-7b"],
         context_length=4096,
-        global_batch_size=8,
-        parallel=Parallel(tp=8, cp=2, pp=4, vpp=2, dp=2),
+        global_batch_size=16,
+        parallel=Parallel(tp=8, cp=2, pp=4, vpp=2, dp=4),
     )
-    assert layouts.sizes(job) == [(2, 4, 8), (8, 1, 1), (2, 1, 1), (4, 4, 8), (16, 1, 1), (4, 2, 16)]
+    assert layouts.sizes(job) == [(2, 4, 8), (8, 1, 1), (2, 1, 1), (4, 4, 8), (8, 4, 8), (4, 2, 16)]
     assert (2, 4, 8) not in layouts.sizes(replace(job, parallel=replace(job.parallel, vpp=8)))
+    two, one = (layouts.sizes(replace(job, parallel=replace(job.parallel, dp=dp))) for dp in (2, 1))
+    assert (4, 4, 8) in two and (8, 4, 8) not in two and (4, 4, 8) not in one
     assert [layouts.virtual_stages(layers, 4) for layers in (24, 28, 4, 126)] == [6, 7, 1, 1]

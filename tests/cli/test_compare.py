@@ -111,9 +111,20 @@ def test_the_job_is_that_of_the_log(steps, tmp_path, capsys):
     assert "one in us" in refusal(capsys, "compare", str(path), "--wlb-profile", "flops")
 
 
+def test_micro_batches_run_where_packing_dealt_them(steps, tmp_path):
+    """Which its log says, and placing them anew would not find."""
+    ran, ranks = replace(JOB, parallel=replace(JOB.parallel, dp=2)), np.array([[3, 0], [1, 2]])
+    us = [simulate_step(ran, shard_step(ran, lengths, ranks)).time for lengths in steps]
+    lines = [entry(ran, 1 + i, t, lengths) for i, (lengths, t) in enumerate(zip(steps, us, strict=True))]
+    path = write(tmp_path / "run.jsonl", lines)
+    assert compared(path)["errors"]["error_p90"] > 0
+    write(path, [line | {"ranks": ranks.tolist()} for line in lines])
+    assert compared(path)["errors"]["error_p90"] == 0
+
+
 def test_the_first_steps_of_every_start_are_left_out():
     numbers = [1, 2, 3, 4, 3, 4, 5, 9, 10]
-    steps = [LoggedStep(n, 1.0, [], JOB, {}) for n in numbers]
+    steps = [LoggedStep(n, 1.0, [], None, JOB, {}) for n in numbers]
     assert [s.number for s in warm(steps, 0)] == numbers
     assert [s.number for s in warm(steps, 1)] == [2, 3, 4, 4, 5, 10]
     assert [s.number for s in warm(steps, 2)] == [3, 4, 5]
@@ -141,6 +152,7 @@ OTHER = entry(replace(JOB, parallel=replace(JOB.parallel, dp=2, tp=4)), number=2
         ([{"step": 1, "work": [3]}], "line 1: Object missing required field `step_ms`"),
         ([GOOD | {"step_ms": -1}], "line 1: Expected `float` > 0.0 - at `$.step_ms`"),
         ([GOOD | {"step_ms": 1e12}], "line 1: Expected `float` < 1000000000000.0 - at `$.step_ms`"),
+        ([GOOD | {"ranks": [[0], [0]]}], "line 1: its ranks do not run each of 2 micro-batches once"),
         ([GOOD | {"lengths": [[0]]}], "line 1: Expected `int` >= 1 - at `$.lengths[0][0]`"),
         ([GOOD | {"lengths": [[1 << 26, 1]]}], "micro-batch 0 holds 67108865 tokens; it must be at most 67108864"),
         ([GOOD | {"job": 3}], "line 1: not the description of a job: Expected `object`, got `int`; give what this"),

@@ -80,16 +80,14 @@ def test_contradictions_are_refused(data, words, message):
 
 def test_blend_and_split(tmp_path, data, lengths):
     other = str(tmp_path / "other")
-    write_index(tmp_path / "other.idx", np.full(100, 65))
+    write_index(tmp_path / "other.idx", np.full(100, 64))
     words = [MODEL, f"--seq-length {C} --global-batch-size {N} --split 80,10,10 --data-path"]
     blend = described(*words, f"0.25 {data} 0.75 {other}.idx").data
-    assert blend.prefixes == [data, f"{other}.idx"] and blend.has_validation
-    assert [(source.weight, source.first) for source in blend.sources] == [(0.25, 0), (0.75, 6400)]
-    assert [source.lengths.tolist() for source in blend.sources] == [lengths[:6400].tolist(), [64] * 80]
-    by_size = described(*words, data, other).data  # as upstream without weights
-    assert [source.weight for source in by_size.sources] == [lengths[:6400].sum(), 80 * 64]
+    assert blend.prefixes == [data, f"{other}.idx"] and blend.weights == [0.25, 0.75] and blend.has_validation
+    assert [each.tolist() for each in blend.lengths] == [lengths[:6400].tolist(), [64] * 80]
+    assert described(*words, data, other).data.weights is None
     _, _, whole = found = described(MODEL, f"--seq-length {C} --data-path", data)
-    assert len(whole.sources[0].lengths) == 7752
+    assert len(whole.lengths[0]) == 7752
     assert "Assumed: --split 969,30,1, Megatron's default." in found.notes
     assert not described(JOB, "--data-path", data).data.has_validation
 
@@ -108,4 +106,4 @@ def test_blends_as_training_reads_them(tmp_path, data, lengths):
     ):
         found = described(MODEL, f"--seq-length {C} --split 50,50,0", flag).data
         assert found.prefixes == [data], flag
-        assert [source.lengths.tolist() for source in found.sources] == [lengths[:documents].tolist()], flag
+        assert [each.tolist() for each in found.lengths] == [lengths[:documents].tolist()], flag

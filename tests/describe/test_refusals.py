@@ -42,7 +42,6 @@ def test_refused_if_given_at_all():
     ("arguments", "message"),
     [
         ({"seq_length": None}, "--seq-length is missing; give "),
-        ({"full_validation": True, "mock_data": True}, "whose documents have no end; give --eval-iters"),
         ({"multiple_validation_sets": True}, "upstream wants --full-validation with it; give both"),
         ({"attention_dropout": 0.1}, "--attention-dropout is 0.1; .*give --attention-dropout 0"),
         (MOE | {"moe_router_load_balancing_type": ["none", "quantile_balancing"]}, "divide by the experts"),
@@ -60,8 +59,8 @@ def test_refused_if_given_at_all():
         ({"position_embedding_type": "relative"}, "--position-embedding-type relative is not supported"),
         ({"transformer_impl": "local", "layernorm_zero_centered_gamma": True}, "leave one of them out"),
         ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
-        ({"save": "msc://bucket/run"}, "to object storage are not supported"),
-        ({"load": "msc://bucket/run"}, "to object storage are not supported"),
+        ({"save": "msc://bucket/run", "wlb_packing": "wlb"}, "to object storage are not supported with delay"),
+        ({"load": "msc://bucket/run", "wlb_max_delay_steps": 20}, "to object storage are not supported with delay"),
     ],
 )
 def test_refused_for_its_value_or_beside_another(arguments, message):

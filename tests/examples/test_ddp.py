@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from examples import ddp
-from megatron_wlb import MODELS, DocumentStream, Parallel, Source, make_job, make_packer, plan_step, trained_tokens
+from megatron_wlb import MODELS, Packer, Parallel, Samples, make_job, plan_step, windows
 from tests.adapter.datasets import write_index
 from tests.worlds import run_world
 
@@ -22,12 +22,12 @@ NUM_STEPS = 4
 def small(monkeypatch):
     """Forked worlds inherit it."""
     monkeypatch.setattr(ddp, "CONTEXT_LENGTH", 64)
-    monkeypatch.setattr(ddp, "NUM_MICRO_BATCHES", 4)
+    monkeypatch.setattr(ddp, "GLOBAL_BATCH_SIZE", 4)
 
 
 @pytest.fixture(scope="module")
 def documents():
-    """Some with nothing to train, some longer than the window."""
+    """Some are empty, some longer than the window."""
     rng = np.random.default_rng(0)
     lengths = np.append([0, 1, 2, 300], rng.lognormal(3, 1, 200)).astype(int)
     return [rng.integers(0, 256, length).astype(np.uint8) for length in lengths]
@@ -35,50 +35,33 @@ def documents():
 
 @pytest.fixture(scope="module")
 def expected(documents):
-    """Losses and gradients of one process that knows no micro-batches: a document after the other, alone."""
+    """Losses and gradients of one process that knows windows alone, and trains a document after the other in them."""
+    made = windows(np.array([len(document) for document in documents]), 64)
+    stream = np.concatenate([documents[i] for i in made.document_index]).astype(np.int64)
+    place = np.repeat(np.arange(len(documents)), [len(documents[i]) for i in made.document_index])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp, "CONTEXT_LENGTH", 64)
-        patch.setattr(ddp, "NUM_MICRO_BATCHES", 4)
-        packer = make(documents)
         torch.manual_seed(0)
         model = ddp.Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     steps = []
-    for _ in range(NUM_STEPS):
-        rows = packer.next().batch.documents
+    for own in itertools.batched(made.shuffle_index[: 4 * NUM_STEPS], 4):
         total = 0.0
-        for row in rows:
-            read = documents[row["document"]][row["offset"] : row["offset"] + row["length"] + 1]
-            tokens = torch.from_numpy(read.astype(np.int64))
-            length = len(tokens) - 1
-            x = model.embedding(tokens[:-1]) + model.positions.weight[:length]
-            for layer in model.layers:
-                x = layer(x, [length])
-            logits = model.output(model.norm(x))
-            loss = F.cross_entropy(logits, tokens[1:]) * length / rows["length"].sum()
-            loss.backward()
-            total += loss.item()
+        for window in own:
+            rows = np.arange(64 * window, 64 * (window + 1))
+            for piece in np.split(rows, np.flatnonzero(np.diff(place[rows])) + 1):
+                x = model.embedding(torch.from_numpy(stream[piece])) + model.positions.weight[: len(piece)]
+                for layer in model.layers:
+                    x = layer(x, [len(piece)])
+                logits = model.output(model.norm(x))
+                loss = F.cross_entropy(logits, torch.from_numpy(stream[piece + 1]), reduction="sum") / (4 * 64)
+                loss.backward()
+                total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         steps.append((total, float(norm)))
     return steps
-
-
-def make(documents, seed=0, num_epochs=None, size=1):
-    lengths = trained_tokens(np.array([len(document) for document in documents]))
-    stream = DocumentStream([Source(lengths=lengths)], seed=seed, context_length=64, num_epochs=num_epochs)
-    return make_packer(stream, ddp.job_of(size))
-
-
-def loader(documents, rank, size, num_workers, **how):
-    packed = ddp.PackedDocuments(documents, make(documents, size=size, **how), ddp.job_of(size), rank)
-    return ddp.StepLoader(packed, num_workers=num_workers)
-
-
-def as_lists(step):
-    """Everything of a step that a rank sees."""
-    return [[x.tolist() for x in batch] for batch in step.micro_batches], step.num_tokens, step.state
 
 
 @pytest.mark.parametrize(("fsdp", "num_workers"), [(False, 0), (False, 2), (True, 0), (True, 2)])
@@ -108,28 +91,18 @@ def train(size, documents, num_steps, *, checkpoint=None, **options):
     return results[0]
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 2)])
-@pytest.mark.parametrize("taken", [0, 1, 4])
-def test_the_state_is_of_what_was_handed_out_not_of_what_was_read_ahead(documents, before, after, taken):
-    steps = [as_lists(step) for step in itertools.islice(loader(documents, 1, 2, 0), 8)]
-    stopped = loader(documents, 1, 2, before)
-    assert [as_lists(step) for step in itertools.islice(stopped, taken)] == steps[:taken]
-    resumed = loader(documents, 1, 2, after)
-    resumed.load_state_dict(stopped.state_dict())
-    assert [as_lists(step) for step in itertools.islice(resumed, 8 - taken)] == steps[taken:]
-    assert [as_lists(step) for step in itertools.islice(stopped, 8 - taken)] == steps[taken:]  # a second iteration
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("taken", [0, 1, 4, 60])
+def test_a_loader_begins_at_any_sample_with_any_number_of_workers(documents, taken, num_workers):
+    """Also beyond the first epoch."""
 
+    def steps(first_sample, num_workers, number):
+        packed = ddp.PackedDocuments(documents, ddp.job_of(2), 1, first_sample)
+        loader = ddp.DataLoader(packed, batch_size=None, num_workers=num_workers)
+        taken = itertools.islice(loader, number)
+        return [([[x.tolist() for x in batch] for batch in step.micro_batches], step.num_tokens) for step in taken]
 
-def test_a_micro_batch_without_documents_trains_nothing():
-    """A step may have fewer documents than micro-batches."""
-    (step,) = loader([np.arange(30, dtype=np.uint8)], 0, 1, 0, num_epochs=1)
-    full, empty, *_ = sorted(step.micro_batches, key=lambda batch: -len(batch.tokens))
-    assert full.labels.tolist() == list(range(1, 30))
-    assert (empty.labels == ddp.IGNORED).all()
-    model = ddp.Gpt()
-    loss = model(empty)
-    loss.backward()
-    assert loss == 0 and all((p.grad == 0).all() for p in model.parameters())
+    assert steps(4 * taken, num_workers, 4) == steps(0, 0, taken + 4)[taken:]
 
 
 def test_the_ten_lines_of_the_readme_run(tmp_path, monkeypatch):
@@ -143,8 +116,9 @@ def test_the_ten_lines_of_the_readme_run(tmp_path, monkeypatch):
     trained = []
     exec(code, {"rank": 3, "world_size": 8, "num_steps": 2, "train_on": lambda *row: trained.append(row)})
     job = make_job(model=MODELS["llama2-7b"], parallel=Parallel(dp=8), context_length=131072, global_batch_size=64)
-    stream = DocumentStream([Source(lengths=trained_tokens(lengths))], seed=0, context_length=131072)
-    packer = make_packer(stream, job)
+    samples = Samples(parts=[windows(lengths, 131072)], context_length=131072)
+    packer = Packer(samples, job)
     plans = [plan_step(packer, job, 3) for _ in range(2)]
     rows = [row for plan in plans for m in plan.micro_batches for row in m.documents]
-    assert trained == [(0, row["document"], row["offset"], row["length"]) for row in rows]
+    order = samples.parts[0].document_index
+    assert trained == [(order[row["document"]], row["offset"], row["length"]) for row in rows]

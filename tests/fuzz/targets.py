@@ -6,7 +6,6 @@ A reader refuses by ValueError or OSError; every other exception is a finding, `
 import argparse
 import functools
 import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,23 @@ import numpy as np
 from megatron_wlb.cli.compare import read_log
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.hardware import profile
-from megatron_wlb.packing import POLICIES
-from megatron_wlb.plan import document_log, state
-from megatron_wlb.plan.dataset import read_index, read_tokens
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.plan import state
+from megatron_wlb.plan.dataset import check_index, read_index, read_lengths
 from megatron_wlb.plan.packer import Packer
-from megatron_wlb.types import DOCUMENT
 from tests import jobs
 from tests.jobs import job
 
 BIN_BYTES = 4096
 LENGTHS = (np.arange(60) * 37 % 200, np.arange(40) * 11 % 30 + 1)
-"""Lengths of the documents of two datasets; a few have nothing to train, some are longer than the window."""
+"""Lengths of the documents of two datasets; a few are empty, some longer than the window."""
+DELAYING = {
+    "wlb": WlbPacking(),
+    "adaptive": AdaptivePacking(max_delay_steps=20),
+    "fixed": FixedPacking(global_batches=3),
+}
 
 
 class Broken(Exception):
@@ -53,17 +58,18 @@ def _index(data: bytes, folder: Path) -> None:
     (folder / "data.idx").write_bytes(data)
     if not (folder / "data.bin").exists():
         (folder / "data.bin").write_bytes(bytes(BIN_BYTES))
-    tokens = read_tokens(str(folder / "data"))
+    lengths = read_lengths(str(folder / "data"))
     index = read_index(str(folder / "data"))
-    require(np.array_equal(tokens, index.tokens), "both readers see the same documents")
-    require((tokens >= 0).all(), "no document has a negative length")
-    for begin, count in zip(index.pointers.tolist(), tokens.tolist(), strict=True):
+    check_index(str(folder / "data"))  # refuses nothing that is sound
+    require(np.array_equal(lengths, index.lengths), "both readers see the same documents")
+    require((lengths >= 0).all(), "no document has a negative length")
+    for begin, count in zip(index.pointers.tolist(), lengths.tolist(), strict=True):
         require(not count or 0 <= begin <= BIN_BYTES - count * index.item_bytes, "documents lie within the .bin file")
 
 
 def packer(policy: str) -> Packer:
     """Over `LENGTHS`, before its first step."""
-    return jobs.packer(job(packing=POLICIES[policy]()), *LENGTHS, seed=3)
+    return jobs.packer(job(packing=DELAYING[policy]), *LENGTHS)
 
 
 def _state(data: bytes, folder: Path) -> None:
@@ -82,44 +88,13 @@ def _state(data: bytes, folder: Path) -> None:
 @functools.cache
 def _state_seeds() -> list[bytes]:
     seeds = []
-    for policy in ("wlb", "adaptive", "fixed", "original"):
+    for policy in DELAYING:
         running = packer(policy)
         for step in range(9):
             if step in (0, 3, 8):
                 seeds.append(json.dumps({"packer": running.state(), "job": job().to_json()}).encode())
             running.next()
     return seeds
-
-
-def _documents(data: bytes, folder: Path) -> None:
-    path = folder / "documents"
-    path.write_bytes(data)
-    rows, refusal = None, None
-    try:
-        rows = document_log.read(path)
-        for lengths in (None, LENGTHS):
-            document_log.audit(rows, np.empty(0, DOCUMENT), 0, lengths)
-    except ValueError as error:
-        refusal = error
-    cut = document_log.mend(path)
-    require(path.stat().st_size == len(data) - cut, "mending cuts off what it says")
-    if cut < len(data):
-        mended = document_log.read(path)
-        require(rows is None or np.array_equal(mended, rows), "mending leaves whole steps alone")
-    if refusal is not None:
-        raise refusal
-
-
-def _documents_seeds() -> list[bytes]:
-    seeds = []
-    with tempfile.TemporaryDirectory() as folder:
-        for policy in ("wlb", "adaptive"):
-            running, log = packer(policy), Path(folder, policy)
-            for begins_anew in (False, False, True):
-                step = running.next()
-                document_log.append(log, step.step, step.batch, begins_anew=begins_anew)
-                seeds.append(log.read_bytes())
-    return [*seeds, seeds[-1][:-9]]
 
 
 def _step_log(data: bytes, folder: Path) -> None:
@@ -161,7 +136,6 @@ def _log(data: bytes, folder: Path) -> None:
 TARGETS = {
     "index": Target(read=_index, is_text=False),
     "state": Target(read=_state, seeds=_state_seeds),
-    "documents": Target(read=_documents, seeds=_documents_seeds, is_text=False),
     "step_log": Target(read=_step_log),
     "profile": Target(read=_profile, seeds=_profile_seeds),
     "log": Target(read=_log),

@@ -16,6 +16,23 @@ def documents(lengths, *, first=0, arrival=0):
     return rows
 
 
+def tokens(documents):
+    """Every token of DOCUMENT rows as a number of its own, in order."""
+    row = np.repeat(np.arange(len(documents)), documents["length"])
+    place = np.arange(len(row)) - (np.cumsum(documents["length"]) - documents["length"])[row]
+    rows = documents[row]
+    return np.sort((rows["dataset"] << 50) + (rows["document"] << 25) + rows["offset"] + place)
+
+
+def steps_of(packer):
+    """Its steps up to the end of the data."""
+    while True:
+        try:
+            yield packer.next()
+        except StopIteration:
+            return
+
+
 class Feed:
     """A Draw that gives all of its rows at the first request, however much is asked for."""
 
@@ -28,7 +45,7 @@ class Feed:
         rows, self._rows = self._rows, self._rows[:0]
         return rows
 
-    global_batch = more
+    own = more
 
 
 def pack(policy, rows, *, step=0, exhausted=False):

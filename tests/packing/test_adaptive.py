@@ -1,4 +1,4 @@
-"""Adaptive packing: nothing lost, S_max and the bound on delay never exceeded, equal to its reference to the bit."""
+"""Adaptive packing with delay: nothing lost, S_max and the bound on delay kept, equal to its reference to the bit."""
 
 import math
 from unittest.mock import patch
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megatron_wlb import _native
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing.adaptive import AdaptivePacking, most_tokens
-from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.types import document_work
+from megatron_wlb.types import DOCUMENT, document_work
 from tests.covering import covering
-from tests.jobs import job, packer
+from tests.jobs import job, packer, samples
+from tests.packing.steps import steps_of
 from tests.reference.adaptive import choose
 
 WINDOW = 512
@@ -23,7 +23,7 @@ LAYOUTS = {"one rank": (1, 1, 1), "ranks": (None, 1, 1), "stages": (1, 4, 1), "v
 """DP (as far as it divides M; None: M), PP, VPP."""
 
 
-def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, epochs=1, layout=(None, 1, 1)):
+def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, layout=(None, 1, 1), num_samples=None):
     windows = windows or n
     described = job(
         packing=AdaptivePacking(max_delay_steps=delay),
@@ -36,7 +36,7 @@ def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, epoc
         pp=layout[1],
         vpp=layout[2] if n % layout[1] == 0 else 1,
     )
-    return packer(described, lengths, shuffle=False, num_epochs=epochs)
+    return packer(described, lengths, seed=None, num_samples=num_samples)
 
 
 def long_tail(count):
@@ -61,7 +61,7 @@ NASTY = {
     "one giant": [WINDOW, *[5] * 900],
     "giants last": [*[5] * 900, *[WINDOW] * 7],
     "longer than the window": [3 * WINDOW + 7, 2, 2 * WINDOW, 900, 1],
-    "one document": [7],
+    "one document": [WINDOW + 1],
     "long tail": long_tail(1500),
     "alternating": [WINDOW, 1] * 40,
     "sixths": [WINDOW // 6] * 300,
@@ -74,7 +74,7 @@ def test_nasty_data_is_packed_once_within_bounds_and_as_by_the_reference(lengths
 
 
 @given(
-    lengths=st.lists(st.one_of(st.integers(1, 40), st.integers(1, WINDOW), st.just(WINDOW)), min_size=1, max_size=250),
+    lengths=st.lists(st.one_of(st.integers(1, 40), st.integers(1, WINDOW), st.just(WINDOW)), max_size=250),
     n=st.sampled_from([1, 2, 3, 4, 7, 16]),
     s_max=st.sampled_from([1.0, 1.1, 1.25, 2.0]),
     delay=st.integers(LEAST_DELAY, 30),
@@ -82,15 +82,14 @@ def test_nasty_data_is_packed_once_within_bounds_and_as_by_the_reference(lengths
     windows=st.sampled_from([1, 4, 6, 16]),
 )
 def test_any_data_is_packed_once_within_bounds_and_as_by_the_reference(lengths, n, s_max, delay, layout, windows):
-    check(lengths, n, s_max, delay, layout, windows)
+    check([*lengths, WINDOW + 1], n, s_max, delay, layout, windows)
 
 
+@patch.object(_native, "choose_adaptive", both)
 def check(lengths, n, s_max, delay, layout, windows=None):
     how = {"n": n, "s_max": s_max, "delay": delay, "layout": layout, "windows": windows}
-    running, seen = packer_of(lengths, **how), []
-    while not running.finished:
-        with patch.object(_native, "choose_adaptive", both):
-            step = running.next()
+    seen = [np.empty(0, DOCUMENT)]
+    for step in steps_of(packer_of(lengths, **how)):
         assert len(step.batch) == n
         assert step.batch.documents["length"].sum() <= max(WINDOW, most_tokens((windows or n) * WINDOW, n))
         longest = int(WINDOW * s_max) * max(1, -(-(windows or n) // n))
@@ -99,11 +98,9 @@ def check(lengths, n, s_max, delay, layout, windows=None):
         for i in range(n):
             assert (np.diff(step.batch.micro_batch(i)["index"]) > 0).all()
         seen.append(step.batch.documents)
-    documents = np.sort(np.concatenate(seen), order="index")
-    data = [Source(lengths=np.asarray(lengths, np.int64))]
-    pieces = DocumentStream(data, seed=0, context_length=WINDOW, shuffle=False, num_epochs=1).take(1 << 60)
-    for name in ("index", "document", "offset", "length"):
-        np.testing.assert_array_equal(documents[name], pieces[name])
+    documents, data = np.sort(np.concatenate(seen), order="index"), samples(lengths, context_length=WINDOW, seed=None)
+    documents["arrival"] = 0
+    np.testing.assert_array_equal(documents, data.pieces(0, len(data)))
 
 
 @st.composite
@@ -165,8 +162,7 @@ def test_the_tightest_bound_on_delay_holds_over_long_streams(seed):
     n, s_max = int(rng.integers(1, 5)), float(rng.choice([1.0, 1.1, 1.25]))
     kinds = rng.choice(WINDOW, int(rng.integers(2, 6))) + 1
     running = packer_of(rng.choice(kinds, 3000), n=n, s_max=s_max, layout=list(LAYOUTS.values())[seed % len(LAYOUTS)])
-    while not running.finished:
-        step = running.next()
+    for step in steps_of(running):
         assert (step.step - step.batch.documents["arrival"]).max() <= LEAST_DELAY
 
 
@@ -186,18 +182,16 @@ def corpora():
 
 @pytest.mark.parametrize("lengths", corpora().values(), ids=corpora())
 def test_training_keeps_up_with_the_data_and_not_ahead_of_it(lengths):
-    """Over endless epochs: as many tokens a step as there should be, and nothing waits longer than it may."""
-    n = 16
-    running = packer_of(lengths, n=n, epochs=None)
-    drawn = np.empty(0, np.int64)  # step in which the stream gave each document
-    tokens = 0
+    """Over many epochs: as many tokens a step as there should be, and nothing waits longer than it may."""
+    n, tokens = 16, 0
+    running = packer_of(lengths, n=n, num_samples=310 * n)
     for k in range(300):
         step = running.next()
-        drawn = np.append(drawn, np.full(len(step.drawn), k))
         documents = step.batch.documents
-        assert (k - drawn[documents["index"]]).max() <= LEAST_DELAY
+        assert (k - documents["arrival"]).max() <= LEAST_DELAY
+        assert (documents["arrival"] == documents["index"] // (n * WINDOW)).all(), "is when its samples are due"
         tokens += documents["length"].sum()
-        assert step.state["stream"]["position"] - (k + 1) * n * WINDOW <= 5 * n * WINDOW
+        assert step.position["drawn_samples"] <= (k + 6) * n
     assert abs(tokens / (300 * n * WINDOW) - 1) < 0.05
 
 

@@ -13,10 +13,10 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking, assign
-from megatron_wlb.plan.stream import DocumentStream, Source
-from tests.jobs import job
+from megatron_wlb.plan.packer import Packer
+from tests.jobs import job, samples
 from tests.jobs import packer as make
-from tests.packing.steps import documents, fixed, pack, packed, windows
+from tests.packing.steps import documents, fixed, pack, packed, steps_of, tokens
 
 
 def wlb(num_micro_batches, max_tokens, thresholds=(), crossover_tokens=10):
@@ -72,32 +72,34 @@ def test_every_queue_keeps_its_own_lengths():
     assert waiting(policy) == {"queue0": [], "queue1": [3, 4], "remained": []}
 
 
+WHOLE = {"packing": WlbPacking(), "whole_documents": True}
+
+
 @pytest.mark.parametrize("lengths", [(650, 900), (500, 1000), (300, 1000)])
 def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths):
     """Micro-batches hold one or two of them. As Algorithm 1 stands, ever more would wait."""
     n, window = 16, 1000
-    given = job(packing=WlbPacking(), num_micro_batches=n, context_length=window, crossover_tokens=window)
-    packer = make(given, np.random.default_rng(0).integers(*lengths, 4000), num_epochs=1)
+    given = job(**WHOLE, num_micro_batches=n, context_length=window, crossover_tokens=window)
+    data = samples(np.random.default_rng(0).integers(*lengths, 4000), context_length=window, whole=True)
     seen, remained = [], []
-    while not packer.finished:
-        step = packer.next()
+    for step in steps_of(Packer(data, given)):
+        rows = step.waiting["remained"]
+        remained.append(int(rows["length"].sum()))
         seen += step.batch.documents["index"].tolist()
-        remained.append(int(packer.waiting()["remained"]["length"].sum()))
-        if step.step < 150:
-            assert (step.step - packer.waiting()["remained"]["arrival"]).max(initial=0) < 40
-    assert sorted(seen) == list(range(4000))
+        assert (step.step - rows["arrival"]).max(initial=0) < 40
+    assert sorted(seen) == data.pieces(0, len(data))["index"].tolist()
     # What steps hold, and what leaves the two queues.
     assert max(remained) <= BACKLOG_STEPS * n * window * 5 // 4 + 2 * n * window
 
 
-def test_what_the_stream_has_waited_for_is_not_owed():
+def test_what_the_samples_have_waited_for_is_not_owed():
     """Documents that fit badly, then short ones: steps have their tokens again, and a state goes on at any time."""
     n, window = 8, 1000
     lengths = np.concatenate((np.random.default_rng(0).integers(650, 900, 1500), np.full(20_000, 50)))
-    given = job(packing=WlbPacking(), num_micro_batches=n, context_length=window, crossover_tokens=window)
-    one, other = (make(given, lengths, shuffle=False, num_epochs=1) for _ in range(2))
+    given = job(**WHOLE, num_micro_batches=n, context_length=window, crossover_tokens=window)
+    one, other = (make(given, lengths, seed=None) for _ in range(2))
     tokens = []
-    while len(tokens) < 230:
+    while len(tokens) < 250:
         tokens.append(int(one.next().batch.documents["length"].sum()))
         if len(tokens) % 50 == 0:
             other.load_state(one.state())
@@ -137,21 +139,11 @@ def test_the_largest_sums_of_work_stay_exact():
 
 
 def test_original_by_hand():
-    policy = windows(OriginalPacking())
-
-    first = pack(policy, documents([4, 9, 10]))
-    assert [tuple(d[["index", "offset", "length"]]) for d in first.documents] == [
-        (0, 0, 4),
-        (1, 0, 6),
-        (1, 6, 3),
-        (2, 0, 7),
+    running = make(job(packing=OriginalPacking(), num_micro_batches=2, context_length=10), [4, 9, 10, 13], seed=None)
+    assert [pieces(step.batch) for step in steps_of(running)] == [
+        [[(0, 0, 4), (4, 0, 6)], [(10, 6, 3), (13, 0, 7)]],
+        [[(20, 7, 3), (23, 0, 7)], []],  # the data ends
     ]
-    assert first.bounds.tolist() == [0, 2, 4]
-
-    second = pack(policy, documents([17], first=3))
-    assert [tuple(d[["index", "offset", "length"]]) for d in second.documents] == [(2, 7, 3), (3, 0, 7), (3, 7, 10)]
-    assert second.bounds.tolist() == [0, 2, 3]
-    assert len(policy.waiting()["carry"]) == 0
 
 
 def test_fixed_by_hand():
@@ -200,46 +192,36 @@ def test_fixed_goes_on_with_other_micro_batches(num_micro_batches, steps):
 
 @pytest.mark.parametrize("name", ["original", "fixed", "wlb", "adaptive"])
 @given(
-    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any),
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40),
     num_micro_batches=st.integers(1, 5),
     context_length=st.integers(1, 30),
     global_batches=st.integers(1, 4),
-    shuffle=st.booleans(),
 )
-def test_a_finite_stream_runs_once_and_to_its_end(
-    name, lengths, num_micro_batches, context_length, global_batches, shuffle
-):
+def test_data_runs_once_and_to_its_end(name, lengths, num_micro_batches, context_length, global_batches):
     packing = {
         "original": OriginalPacking(),
         "fixed": FixedPacking(global_batches=global_batches),
         "wlb": WlbPacking(outlier_thresholds=(max(1, context_length // 4), max(2, context_length // 2))),
-        "adaptive": AdaptivePacking(),
+        "adaptive": AdaptivePacking(max_delay_steps=20),
     }[name]
     described = job(packing=packing, num_micro_batches=num_micro_batches, context_length=context_length)
-    how = {"shuffle": shuffle, "num_epochs": 1}
-    packer, ran = make(described, lengths, **how), []
+    data, ran = samples([*lengths, 31], context_length=context_length), []
     longest = context_length if packing.fixed_length else described.max_tokens
-    while not packer.finished:
-        step = packer.next().batch
-        assert len(step) == num_micro_batches
-        assert len(step.documents)
-        assert (step.sums(step.documents["length"]) <= longest).all()
-        if name == "original" and not packer.finished:
-            assert (step.sums(step.documents["length"]) == context_length).all()
-        ran.append(step.documents)
-        assert len(ran) <= sum(lengths)
+    for step in steps_of(Packer(data, described)):
+        assert len(step.batch) == num_micro_batches
+        assert len(step.batch.documents)
+        assert (step.batch.sums(step.batch.documents["length"]) <= longest).all()
+        ran.append(step.batch.documents)
+        assert len(ran) <= sum(lengths) + 31
 
-    rows = np.concatenate(ran)
-    rows = rows[np.argsort(rows["index"], kind="stable")]  # pieces of a document remain in the order in which they ran
-    begins = np.diff(rows["index"], prepend=-1) > 0
-    ends = rows["offset"] + rows["length"]
-    np.testing.assert_array_equal(rows["offset"][~begins], ends[np.flatnonzero(~begins) - 1])
-    whole = rows[begins]
-    whole["length"] = np.add.reduceat(rows["length"], np.flatnonzero(begins))
-    data = [Source(lengths=np.array(lengths))]
-    expected = DocumentStream(data, seed=1, context_length=context_length, **how).take(sum(lengths))
-    expected["arrival"] = whole["arrival"]
-    np.testing.assert_array_equal(whole, expected)
+    rows, expected = np.concatenate(ran), data.pieces(0, len(data))
+    np.testing.assert_array_equal(tokens(rows), tokens(expected))
+    if name != "fixed":
+        assert len(rows) == len(expected), "nothing is cut"
+    # Parts of what is cut run in their order.
+    order = np.argsort(rows["index"], kind="stable")
+    again = np.flatnonzero(np.diff(rows["index"][order]) == 0)
+    assert (rows["offset"][order][again] < rows["offset"][order][again + 1]).all()
 
 
 def test_wlb_releases_its_outliers_at_the_end_the_longest_first():
@@ -259,11 +241,15 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
     assert parsed("") == POLICIES[DEFAULT_POLICY]()
     assert parsed("--wlb-packing wlb --wlb-outlier-thresholds 7,9") == WlbPacking(outlier_thresholds=(7, 9))
     assert parsed("--wlb-packing adaptive --wlb-max-delay-steps 20") == AdaptivePacking(max_delay_steps=20)
+    delays = [text for text in ("", *(f"--wlb-packing {name}" for name in POLICIES)) if parsed(text).delays]
+    assert delays == ["--wlb-packing wlb"]
+    assert parsed("--wlb-max-delay-steps 20").delays and parsed("--wlb-packing fixed --wlb-global-batches 2").delays
     assert parsed("--wlb-packing fixed --wlb-global-batches 3") == FixedPacking(global_batches=3)
     for text, message in {
         "--wlb-packing best": "--wlb-packing is 'best'; choose one of original, fixed, wlb, adaptive",
         "--wlb-packing wlb --wlb-outlier-thresholds 9,7": "--wlb-outlier-thresholds is 9,7; give lengths of at least",
-        "--wlb-packing adaptive --wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; it must be from 20",
+        "--wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; give 0, or at least 20, half of which place what",
+        "--wlb-max-delay-steps -1": "--wlb-max-delay-steps is -1; it must be from 0",
         "--wlb-packing fixed --wlb-global-batches 0": "--wlb-global-batches is 0; it must be from 1 to 1024",
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_wlb import balance
@@ -29,16 +29,47 @@ def sequences(lengths, job, **given):
     return [[m.documents["document"].tolist() for m in plan.micro_batches] for plan in plans]
 
 
-@given(lengths, st.sampled_from([1, 2, 4]), st.sampled_from([(1, 1), (2, 1), (4, 2)]), st.booleans())
+layouts = st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (3, 3)])
+
+
+@given(lengths, st.integers(1, 4), layouts, st.booleans())
+@example([5, 19, 25, 28, 42, 58, 80], 1, (2, 1), False)
+@example([128, *[1] * 15, *[24] * 16], 2, (1, 1), True)
 def test_every_sequence_runs_once_within_the_bound(lengths, dp, stages, equal):
-    lengths *= dp if equal else 1
-    ranks = sequences(lengths, job_on(dp, pp=stages[0], vpp=stages[1]), equal_counts=equal)
+    """No micro-batch is empty, unless no number of them holds the sequences that is not over theirs."""
+    lengths = lengths[: len(lengths) // dp * dp] or lengths * dp if equal else lengths
+    on = job_on(dp, pp=stages[0], vpp=stages[1])
+    each = planned(lengths, on, equal_counts=equal)
+    if not all(each):
+        assert len(lengths) < len(each) < len(lengths) + dp * stages[0]
+        for count in range(dp, len(lengths) + 1, dp):
+            with pytest.raises(ValueError, match=f"do not fit into {count} micro-batches"):
+                balance(lengths, on, num_micro_batches=count, equal_counts=equal)
+
+
+@given(lengths, st.integers(1, 4), layouts, st.integers(1, 12), st.booleans())
+@example([128, 1, 1, 1, 1, 1, 1], 2, (1, 1), 2, False)
+def test_a_number_of_micro_batches_that_is_asked_for_is_kept(lengths, dp, stages, count, equal):
+    lengths = lengths * dp if equal else lengths
+    on = job_on(dp, pp=stages[0], vpp=stages[1])
+    try:
+        each = planned(lengths, on, num_micro_batches=count * dp, equal_counts=equal)
+    except ValueError:  # too few, or not to be interleaved
+        assert stages[1] > 1 or sum(lengths) > 64 * count * dp or equal
+        return
+    assert len(each) == count * dp
+    assert all(each) or len(each) > len(lengths)
+
+
+def planned(lengths, on, **given):
+    """The sequences of every micro-batch, once it is checked what holds of any plan."""
+    ranks = sequences(lengths, on, **given)
     each = list(chain.from_iterable(ranks))
     assert sorted(chain.from_iterable(each)) == list(range(len(lengths)))
     assert max(sum(lengths[i] for i in rows) for rows in each) <= 128
     assert len({len(rank) for rank in ranks}) == 1
-    assert all(each) or len(lengths) < len(each) < len(lengths) + dp * stages[0]
-    assert not equal or len({sum(map(len, rank)) for rank in ranks}) == 1
+    assert not given["equal_counts"] or len({sum(map(len, rank)) for rank in ranks}) == 1
+    return each
 
 
 def test_ranks_have_equal_work_also_where_they_divide_experts():

@@ -1,8 +1,9 @@
-"""200 plans to the bit: jobs and documents drawn by seed, and digests of what is planned for them.
+"""800 plans to the bit: 200 jobs and their documents drawn by seed, and digests of four steps of each.
 
-A change of `golden.json` is a change of plans: a run that goes on from a state of before then runs other micro-batches.
+A change of `golden.json` is a change of plans. `python -m tests.plan.test_golden` writes it anew.
 """
 
+import functools
 import hashlib
 import json
 from dataclasses import replace
@@ -11,14 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_wlb import MODELS, POLICIES, DocumentStream, PlanSettings, Source, make_job, make_packer, plan_step
+from megatron_wlb import MODELS, Packer, PlanSettings, Samples, make_job, plan_step, windows
 from megatron_wlb.job import Parallel, Recompute, Sharding
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
 
-DIGESTS = json.loads(Path(__file__).with_name("golden.json").read_text())
+FILE = Path(__file__).with_name("golden.json")
+JOBS, STEPS = 200, 4
 
 
 def drawn(rng):
-    """A job, its layout, and the documents that it plans for."""
+    """A job and the samples that it plans for."""
 
     def pick(*values):
         return values[int(rng.integers(len(values)))]
@@ -26,21 +32,25 @@ def drawn(rng):
     tp, cp, pp, dp = pick(1, 2, 8), pick(1, 2, 4, 8), pick(1, 2, 4), pick(1, 2, 4)
     vpp = pick(1, 2) if pp > 1 else 1
     window = pick(2048, 8192, 32768)
-    policy = pick("adaptive", "adaptive", "adaptive", "wlb", "original", "fixed")
+    others = AdaptivePacking(max_delay_steps=20), WlbPacking(), OriginalPacking(), FixedPacking(global_batches=2)
+    packing = pick(*[AdaptivePacking()] * 6, *others)
+    whole = bool(pick(0, 0, 0, 1)) and not packing.fixed_length
     each = pick(pp, 2 * pp, 3 * pp + 1) if vpp == 1 else pick(pp, 2 * pp, 3 * pp)
     model = pick("550m", "llama2-7b", "llama3-8b", "deepseek-v2-lite")
     settings = PlanSettings(
-        profile=pick("h100-fa2", "h100-fa2", "flops"), defer_weight_gradients=pick("auto", "auto", "off")
+        profile=pick("h100-fa2", "h100-fa2", "flops"),
+        defer_weight_gradients=pick("auto", "auto", "off"),
+        documents="whole" if whole else "windows",
     )
     sharding = Sharding(
         cp_sharding=pick("auto", "auto", "hybrid", "wlb", "per-document", "per-sequence"),
         save_gathered_kv=bool(pick(0, 0, 1)),
         cp_gradients=pick("fp32", "model"),
     )
-    windows = count = dp * each
-    halves = policy not in ("original", "fixed") and not pick(0, 1)
-    if halves and vpp == 1 and windows % 2 == 0 and windows // 2 % dp == 0:
-        count = windows // 2
+    size = count = dp * each  # windows of a step, and micro-batches
+    share = pick(0.5, 1, 1, 2)
+    if not packing.fixed_length and (share > 1 or (vpp == 1 and each % 2 == 0)):
+        count = int(share * size)
     exchange = pick("shared", "shared", "shared", "all", "ring")
     if model.startswith("deepseek"):
         exchange = pick("shared", "latents")
@@ -48,14 +58,13 @@ def drawn(rng):
     recompute = pick(None, "full", "selective")
     kind = pick("lognormal", "pareto", "mixed")
     seed = int(rng.integers(1 << 30))
-    pick(None, 6.0, 40.0)  # not used: later draws are what they are after it
     job = make_job(
         model=replace(MODELS[model], num_layers=MODELS[model].num_layers // 8 * 8),
         context_length=window,
-        global_batch_size=windows,
+        global_batch_size=size,
         num_micro_batches=count,
         parallel=Parallel(tp=tp, cp=cp, pp=pp, vpp=vpp, dp=dp),
-        packing=POLICIES[policy](),
+        packing=packing,
         settings=settings,
         sharding=sharding,
         reorder=reorder,
@@ -63,15 +72,16 @@ def drawn(rng):
         recompute=Recompute(granularity=recompute, modules=("core_attn",) if recompute == "selective" else ()),
         device_bytes=80 * 2**30,
     )
-    return job, documents(np.random.default_rng(seed), kind, window, 12 * windows * window), seed
+    lengths = documents(np.random.default_rng(seed), kind, window, 12 * size * window)
+    return job, Samples(parts=[windows(lengths, window, seed=seed, whole=whole)], context_length=window)
 
 
 def documents(rng, kind, window, total):
-    """Lengths of about so many tokens."""
+    """Lengths of so many tokens, or a few times as many."""
     if kind == "pareto":
         lengths = (64 * (1 + rng.pareto(0.9, total // 200))).astype(np.int64)
     else:
-        lengths = rng.lognormal(np.log(window / 16), 1.3, total // 64).astype(np.int64)
+        lengths = rng.lognormal(np.log(window / 16), 1.3, 8 * total // window).astype(np.int64)
         if kind == "mixed":
             lengths[::17] = window * rng.integers(1, 4, len(lengths[::17])) // 2
     return np.minimum(lengths, 4 * window) + 1
@@ -95,16 +105,22 @@ def digest(plan):
     return said.hexdigest()
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def cases():
     rng = np.random.default_rng(36)
-    return [drawn(rng) for _ in DIGESTS]
+    return [drawn(rng) for _ in range(JOBS)]
 
 
-@pytest.mark.parametrize("number", range(len(DIGESTS)))
-def test_plans_are_those_on_record(cases, number):
-    job, lengths, seed = cases[number]
-    stream = DocumentStream([Source(lengths=lengths)], seed=seed, context_length=job.context_length)
-    packer = make_packer(stream, job)
-    plans = [plan_step(packer, job, dp_rank=step % job.parallel.dp) for step in range(len(DIGESTS[number]))]
-    assert [digest(plan) for plan in plans] == DIGESTS[number]
+def digests(number):
+    job, samples = cases()[number]
+    packer = Packer(samples, job)
+    return [digest(plan_step(packer, job, dp_rank=step % job.parallel.dp)) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("number", range(JOBS))
+def test_plans_are_those_on_record(number):
+    assert digests(number) == json.loads(FILE.read_text())[number]
+
+
+if __name__ == "__main__":
+    FILE.write_text("[\n" + ",\n".join(json.dumps(digests(number)) for number in range(JOBS)) + "\n]\n")

@@ -3,27 +3,41 @@
 import numpy as np
 import pytest
 
-from megatron_wlb.plan.mock import F2, MockIndex, mock_lengths
+from megatron_wlb.plan.mock import F2, MockDocuments, mock_lengths
+
+
+def mock(seed=3, distribution=F2, vocabulary=50):
+    return MockDocuments(distribution=distribution, seed=seed, vocabulary=vocabulary, eod=7)
 
 
 def test_tokens_are_those_of_their_place():
-    index = MockIndex(distribution=F2, seed=3, vocabulary=50)
-    whole = index.read(7, 0, 5000)
-    assert np.array_equal(whole[123:2345], index.read(7, 123, 2222))
+    documents = mock()
+    number, other = np.argsort(-documents.sequence_lengths, kind="stable")[:2].tolist()
+    whole = documents.get(number)
+    assert len(whole) == documents.sequence_lengths[number]
+    assert np.array_equal(whole[123:2345], documents.get(number, 123, 2222))
+    assert np.array_equal(whole[500:], documents.get(number, 500))
+    whole = whole[:5000]
     counts = np.bincount(whole, minlength=50)
-    assert len(counts) == 50 and counts.min() > 60  # of 100 on average
-    others = [MockIndex(distribution=F2, seed=4, vocabulary=50).read(7, 0, 5000), index.read(8, 0, 5000)]
+    assert len(counts) == 50 and counts[7] == 0 and np.delete(counts, 7).min() > 60  # of 102 on average
+    others = [mock(seed=4).get(number, 0, 5000), documents.get(other, 0, 5000)]
     assert all(0.01 < np.mean(whole == other) < 0.03 for other in (*others, np.roll(whole, 1)))
+
+
+def test_a_document_ends_with_its_only_eod():
+    documents = mock(vocabulary=8)
+    for number in range(20):
+        assert np.flatnonzero(documents.get(number) == 7).tolist() == [documents.sequence_lengths[number] - 1]
 
 
 def test_lengths_have_the_body_and_the_tail_of_the_flag():
     given = mock_lengths("2,0.5,0.25,1000,1")
-    first, second = (MockIndex(distribution=given, seed=seed, vocabulary=2) for seed in (0, 1))
-    tail = first.lengths[first.lengths >= 1000]
-    assert len(tail) / len(first.lengths) == pytest.approx(0.25, rel=0.02)
+    first, second = (mock(seed, given).sequence_lengths for seed in (0, 1))
+    tail = first[first >= 1000]
+    assert len(tail) / len(first) == pytest.approx(0.25, rel=0.02)
     assert np.mean(tail >= 2000) == pytest.approx(0.5, rel=0.02)
-    assert first.lengths.min() == 16 and first.lengths.max() == 131_072
-    assert (first.lengths != second.lengths).any()
+    assert first.min() == 16 and first.max() == 131_072
+    assert (first != second).any()
 
 
 @pytest.mark.parametrize("text", ["F3", "1,2,3", "7,0.8,1.5,100,1", "7,0.8,0.5,100,0", "nan,0.8,0.5,100,1", ""])

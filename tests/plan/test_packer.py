@@ -1,6 +1,5 @@
 """The packer over many steps: nothing lost between them, and a resumed run plans what the first would have planned."""
 
-import itertools
 import json
 
 import numpy as np
@@ -11,38 +10,43 @@ from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.metrics import original_work
-from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.samples import Rows, Samples
 from megatron_wlb.types import DOCUMENT
-from tests.jobs import job
-from tests.jobs import packer as make
+from tests import jobs
+from tests.jobs import job, samples
+from tests.packing.steps import steps_of, tokens
 
-C = 64
-PACKINGS = [
-    OriginalPacking(),
-    FixedPacking(global_batches=3),
-    WlbPacking(outlier_thresholds=(C // 4, C // 2)),
-    AdaptivePacking(max_delay_steps=20),
-]
+C, N = 64, 4
+SAME_STEP = {"original": OriginalPacking(), "adaptive": AdaptivePacking(), "fixed": FixedPacking()}
+WITH_DELAY = {
+    "fixed of three": FixedPacking(global_batches=3),
+    "wlb": WlbPacking(outlier_thresholds=(C // 4, C // 2)),
+    "adaptive with delay": AdaptivePacking(max_delay_steps=20),
+}
 
 
-@pytest.fixture(params=PACKINGS, ids=lambda packing: packing.name)
-def packing(request):
+@pytest.fixture(params=SAME_STEP.values(), ids=SAME_STEP)
+def same_step(request):
     return request.param
 
 
-def sources():
+@pytest.fixture(params=WITH_DELAY.values(), ids=WITH_DELAY)
+def with_delay(request):
+    return request.param
+
+
+def lengths():
     rng = np.random.default_rng(5)
-    return [
-        Source(lengths=np.clip(rng.lognormal(2.5, 1.2, 200).astype(np.int64), 0, 300)),
-        Source(lengths=np.clip(rng.lognormal(4, 1, 50).astype(np.int64), 0, 300), weight=0.5, first=7),
-    ]
+    given = (rng.lognormal(*how).astype(np.int64) for how in ((2.5, 1.2, 200), (4, 1, 50)))
+    return [np.clip(each, 0, 300) for each in given]
 
 
-def packer_of(packing, *, num_epochs=None, seed=1, **changes):
-    own = {name: changes.pop(name) for name in ("lengths", "first", "weight", "content") if name in changes}
-    data = [Source(**own)] if own else sources()
-    return make(job(packing=packing, **changes), *data, seed=seed, num_epochs=num_epochs)
+DATA = samples(*lengths())
+
+
+def packer_of(packing, **changes):
+    return Packer(DATA, job(packing=packing, **changes))
 
 
 def through_json(state):
@@ -50,17 +54,49 @@ def through_json(state):
 
 
 def assert_same_step(one, other):
-    assert (one.step, one.num_waiting, one.state) == (other.step, other.num_waiting, other.state)
+    for name in ("step", "first", "num_waiting", "state"):
+        assert getattr(one, name) == getattr(other, name)
     np.testing.assert_array_equal(one.batch.documents, other.batch.documents)
     np.testing.assert_array_equal(one.batch.bounds, other.batch.bounds)
 
 
-def test_a_run_resumed_at_any_step_plans_the_same(packing):
-    packer = packer_of(packing)
+def assert_every_token_once(steps):
+    documents = np.concatenate([step.batch.documents for step in steps])
+    np.testing.assert_array_equal(tokens(documents), tokens(DATA.pieces(0, len(DATA))))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_step_trains_its_own_samples_wherever_a_run_begins(same_step, whole):
+    """Nothing waits: the number of samples trained is all that a run needs to go on, with any number of them a step."""
+    data = samples(*lengths(), whole=whole and same_step.name == "adaptive")
+    for first, batch in ((0, 4), (17, 4), (8, 2), (len(data) - 3, 4)):
+        described = job(packing=same_step, num_micro_batches=batch, whole_documents=data.parts[0].whole)
+        packer = Packer(data, described, first_sample=first, step=7)
+        for k, step in enumerate(steps_of(packer)):
+            begin = first + k * batch
+            own = data.pieces(begin, min(begin + batch, len(data)))
+            own["arrival"] = 7 + k
+            assert (step.step, step.first, step.num_waiting) == (7 + k, begin, 0)
+            np.testing.assert_array_equal(step.drawn, own)
+            np.testing.assert_array_equal(tokens(step.batch.documents), tokens(own))
+            assert (step.batch.documents["arrival"] == 7 + k).all()
+        assert begin + batch >= len(data)
+
+
+def test_a_step_of_rows_without_a_token_takes_the_next_ones():
+    """And the last one of the data is none."""
+    begins, given = np.arange(9), np.array([5, 9, 0, 0, 7, 7, 0, 0])
+    rows = Rows(rows=begins[:-1], begins=begins, lengths=given, context_length=C, num_samples=8)
+    steps = list(steps_of(Packer(Samples(parts=[rows], context_length=C), job(num_micro_batches=2))))
+    assert [step.batch.documents["document"].tolist() for step in steps] == [[1, 0], [4, 5]]
+
+
+def test_a_run_resumed_at_any_step_plans_the_same(with_delay):
+    packer = packer_of(with_delay)
     steps = [packer.next() for _ in range(25)]
     assert any(step.num_waiting for step in steps)
     for step in range(20):
-        resumed = packer_of(packing)
+        resumed = packer_of(with_delay)
         for _ in range(step % 3):  # whatever it did before
             resumed.next()
         resumed.load_state(through_json(steps[step].state))
@@ -72,55 +108,33 @@ def test_a_run_resumed_at_any_step_plans_the_same(packing):
 @pytest.mark.parametrize(("before", "after"), [(32, 64), (64, 32), (32, 8)])
 def test_a_run_resumed_with_another_global_batch_size_trains_as_many_tokens(before, after):
     """What has been read ahead is not taken for tokens that are owed."""
-    sizes = {"packing": AdaptivePacking(), "context_length": 512, "crossover_tokens": 200, "dp": 4, "pp": 2}
-    lengths = np.clip(np.random.default_rng(0).lognormal(4, 1.3, 100_000), 1, 512).astype(np.int64)
-    packer = packer_of(lengths=lengths, num_micro_batches=before, **sizes)
-    state = [packer.next().state for _ in range(20)][-1]
-    resumed = packer_of(lengths=lengths, num_micro_batches=after, **sizes)
-    resumed.load_state(through_json(state))
-    steps = [resumed.next().batch.documents for _ in range(40)]
-    tokens = sum(int(documents["length"].sum()) for documents in steps)
-    assert tokens == pytest.approx(40 * after * 512, rel=0.002)
-    late = [np.maximum(20 + k - documents["arrival"], 0).mean() for k, documents in enumerate(steps)]
+    sizes = {"packing": AdaptivePacking(max_delay_steps=20), "context_length": 512, "crossover_tokens": 200}
+    drawn = np.clip(np.random.default_rng(0).lognormal(4, 1.3, 100_000), 1, 512).astype(np.int64)
+    packer = jobs.packer(job(num_micro_batches=before, dp=4, pp=2, **sizes), drawn)
+    for _ in range(20):
+        packer.next()
+    resumed = packer.going_on(job(num_micro_batches=after, dp=4, pp=2, **sizes))
+    steps = [resumed.next() for _ in range(40)]
+    assert [step.first for step in steps] == [20 * before + k * after for k in range(40)]
+    trained = [step.batch.documents for step in steps]
+    assert sum(int(rows["length"].sum()) for rows in trained) == pytest.approx(40 * after * 512, rel=0.002)
+    late = [np.maximum(20 + k - rows["arrival"], 0).mean() for k, rows in enumerate(trained)]
     assert np.mean(late[20:]) < 1
 
 
-def test_the_original_work_is_that_of_the_documents_drawn():
-    """Full windows, where a step draws any; so what is compared with is not flattered by a window half full."""
-    described, short, full = job(), np.zeros(3, DOCUMENT), np.zeros(9, DOCUMENT)
-    short["length"], full["length"] = 20, 50
-    assert original_work(short, described).tolist() == [3 * 20 * 52]
-    work = [(50 * 82 + 14 * 46), (36 * 68 + 28 * 60), (22 * 54 + 42 * 74), (8 * 40 + 50 * 82 + 6 * 38)]
-    assert original_work(full, described).tolist() == work
-    assert original_work(full[:0], described).tolist() == [0]
-    packer = packer_of(OriginalPacking())
-    assert all(0 < len(original_work(packer.next().drawn, described)) <= 4 for _ in range(20))
+def test_the_original_work_is_that_of_the_samples_drawn():
+    described, rows = job(), np.zeros(4, DOCUMENT)
+    rows["index"], rows["length"] = [64, 84, 128, 320], [20, 44, 64, 7]
+    assert original_work(rows, described).tolist() == [20 * 52 + 44 * 76, 64 * 96, 7 * 39]
+    assert original_work(rows[:0], described).tolist() == []
+    step = packer_of(AdaptivePacking()).next()
+    work = [int((each["length"] * (each["length"] + 32)).sum()) for each in (DATA.pieces(i, i + 1) for i in range(N))]
+    assert original_work(step.drawn, described).tolist() == work
 
 
-def run_to_the_end(packer):
-    steps = []
-    while not packer.finished:
-        steps.append(packer.next())
-        assert len(steps) < 1000
-    return steps
-
-
-def assert_every_token_once(steps):
-    """The documents of the steps tile those of one epoch."""
-    documents = np.concatenate([step.batch.documents for step in steps])
-    documents = np.sort(documents, order=["dataset", "document", "offset"])
-    begins = documents["offset"] == 0
-    ends = documents["offset"] + documents["length"]
-    np.testing.assert_array_equal(documents["offset"][~begins], ends[np.flatnonzero(~begins) - 1])
-    for dataset, source in enumerate(sources()):
-        whole = documents[begins & (documents["dataset"] == dataset)]["document"]
-        np.testing.assert_array_equal(whole, source.first + np.flatnonzero(source.lengths))
-    assert documents["length"].sum() == sum(source.lengths.sum() for source in sources())
-
-
-def test_a_finished_packer_stops(packing):
-    packer = packer_of(packing, num_epochs=1)
-    steps = run_to_the_end(packer)
+def test_a_finished_packer_stops(with_delay):
+    packer = packer_of(with_delay)
+    steps = list(steps_of(packer))
     assert_every_token_once(steps)
     assert [step.step for step in steps] == list(range(len(steps)))
     assert steps[-1].num_waiting == 0
@@ -128,25 +142,26 @@ def test_a_finished_packer_stops(packing):
         packer.next()
     assert packer.state() == steps[-1].state
     for step in range(len(steps) - 8, len(steps)):
-        resumed = packer_of(packing, num_epochs=1)
+        resumed = packer_of(with_delay)
         resumed.load_state(through_json(steps[step].state))
         for expected in steps[step + 1 :]:
             assert_same_step(resumed.next(), expected)
-        assert resumed.finished
+        with pytest.raises(StopIteration):
+            resumed.next()
 
 
 @pytest.mark.parametrize("num_micro_batches", [8, 2, 3])
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 10])
-def test_a_run_goes_on_with_other_micro_batches(packing, num_micro_batches, num_steps):
-    packer = packer_of(packing, num_epochs=1)
+def test_a_run_goes_on_with_other_micro_batches(with_delay, num_micro_batches, num_steps):
+    packer = packer_of(with_delay)
     steps = [packer.next() for _ in range(num_steps)]
     # Other thresholds too, so that what waits changes its queue.
-    changed = WlbPacking(outlier_thresholds=(20, 40, 60)) if packing.name == "wlb" else packing
-    how = {"num_epochs": 1, "num_micro_batches": num_micro_batches, "max_tokens": 2 * C}
+    changed = WlbPacking(outlier_thresholds=(20, 40, 60)) if with_delay.name == "wlb" else with_delay
+    how = {"num_micro_batches": num_micro_batches, "max_tokens": 2 * C}
     resumed = packer_of(changed, **how)
     resumed.load_state(through_json(steps[-1].state))
     assert resumed.step == num_steps
-    later = run_to_the_end(resumed)
+    later = list(steps_of(resumed))
     assert all(len(step.batch) == num_micro_batches for step in later)
     assert_every_token_once(steps + later)
 
@@ -155,64 +170,23 @@ def test_a_run_goes_on_with_other_micro_batches(packing, num_micro_batches, num_
     assert_same_step(again.next(), later[3])
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_run_that_begins_anew_far_on_goes_on_from_its_first_states(steps, packing):
-    packer, other = packer_of(packing), packer_of(packing)
-    packer.begin_at(10**6)
-    for _ in range(steps):
-        packer.next()
-    other.load_state(through_json(packer.state()))
-    assert_same_step(packer.next(), other.next())
-
-
-LENGTHS = sources()[1].lengths
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"packing": OriginalPacking()}, "saved with --wlb-packing original, this run has wlb; resume with the same"),
-        ({"context_length": 32}, "saved with --seq-length 32, this run has 64"),
-        ({"lengths": np.append(LENGTHS[:-1], 7)}, "with another dataset 0 of the blend .*lengths or tokens"),
-        ({"content": "other tokens"}, "with another dataset 0 of the blend .*lengths or tokens"),
-        ({"first": 5}, r"with --split of .*documents\] \[\[5, 50\]\], this run has \[\[0, "),
-        ({"weight": 2.0}, r"with blend weights \(--data-path\) \[2.0\], this run has \[1.0\]"),
-        ({"seed": 2}, "saved with seed 2, this run has 1"),
+        ({"packing": FixedPacking()}, "saved with --wlb-packing fixed, this run has wlb; resume with the same"),
+        ({"context_length": 32}, "saved with --seq-length 32, this run has 64; resume with the same"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=["packing", "window"],
 )
 def test_a_state_of_another_run_is_refused_and_changes_nothing(other, message):
-    how = {"packing": WlbPacking(), "lengths": LENGTHS}
-    packer, undisturbed = packer_of(**how), packer_of(**how)
+    packer, undisturbed = packer_of(WlbPacking()), packer_of(WlbPacking())
     for _ in range(3):
         packer.next(), undisturbed.next()
     with pytest.raises(ValueError, match=message):
-        packer.load_state(packer_of(**how | other).next().state)
+        packer.load_state(jobs.packer(job(**{"packing": WlbPacking()} | other), *lengths()).next().state)
     assert_same_step(packer.next(), undisturbed.next())
 
 
-def test_a_stream_of_another_window_is_refused():
-    with pytest.raises(ValueError, match="the stream cuts documents at 32 tokens, the job at 64"):
-        make_packer(DocumentStream(sources(), seed=1, context_length=32), job())
-
-
-@pytest.mark.parametrize("policy", [AdaptivePacking(), WlbPacking()], ids=["adaptive", "wlb"])
-def test_whole_epochs_end_before_the_next_begins(policy):
-    """Also after a resumption at every step."""
-    lengths = np.random.default_rng(0).integers(1, 65, 50)
-    given = job(packing=policy)
-
-    def make():
-        stream = DocumentStream([Source(lengths=lengths)], seed=1, context_length=64, whole_epochs=True)
-        return make_packer(stream, given)
-
-    packer, rows = make(), []
-    while len(rows) < 4 * len(lengths):
-        state = packer.state()
-        step = packer.next()
-        again = make()
-        again.load_state(state)
-        np.testing.assert_array_equal(again.next().batch.documents, step.batch.documents)
-        rows += step.batch.documents["document"].tolist()
-    for epoch in itertools.batched(rows[: 4 * len(lengths)], len(lengths)):
-        assert sorted(epoch) == list(range(len(lengths)))
+def test_samples_of_another_window_are_refused():
+    with pytest.raises(ValueError, match="the samples have windows of 64 tokens, the job of 32; give both the same"):
+        packer_of(WlbPacking(), context_length=32)

@@ -13,9 +13,10 @@ import pytest
 
 from megatron_wlb import Planner, plan_step
 from megatron_wlb.packing import POLICIES
+from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.metrics import delays
-from megatron_wlb.plan.step import PLAN_AHEAD, shard_step, step_cost
+from megatron_wlb.plan.step import PLAN_AHEAD, plan_packed, shard_step, step_cost
 from megatron_wlb.sharding import select
 from megatron_wlb.types import document_work
 from tests.jobs import MODEL, job, packer
@@ -23,21 +24,28 @@ from tests.jobs import MODEL, job, packer
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
 
 
-def packer_of(described, num_epochs=None):
-    return packer(described, LENGTHS, seed=3, num_epochs=num_epochs)
+def packer_of(described):
+    return packer(described, LENGTHS, seed=3)
 
 
 @pytest.mark.parametrize("experts", [{}, {"ep": 4, "model": replace(MODEL, moe_router_topk=2)}])
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_plan_is_packed_placed_and_sharded(name, experts):
-    described = job(packing=POLICIES[name](), num_micro_batches=8, dp=2, cp=2, pp=2, **experts)
+@pytest.mark.parametrize(
+    "packing",
+    [*(policy() for policy in POLICIES.values()), AdaptivePacking(max_delay_steps=20)],
+    ids=[*POLICIES, "adaptive with delay"],
+)
+def test_a_plan_is_packed_placed_and_sharded(packing, experts):
+    described = job(packing=packing, num_micro_batches=8, dp=2, cp=2, pp=2, **experts)
     packers = [packer_of(described) for _ in range(3)]
     for _ in range(6):
         packed = packers[2].next()
         plans = [plan_step(packers[rank], described, rank) for rank in range(2)]
         work = packed.batch.sums(document_work(packed.batch.documents["length"], 32))
         by_experts = packed.batch.sums(packed.batch.documents["length"]) * described.expert_crossover_tokens
-        rows = placement.place(work, described, by_experts)
+        rows = packed.batch.ranks
+        assert (rows is None) == (packing != AdaptivePacking() or bool(experts))
+        if rows is None:
+            rows = placement.place(work, described, by_experts)
         paces = placement.paces(work[rows], by_experts[rows], described)
         assert (paces[0] == paces[1]).all() if experts else (paces == work[rows]).all()
         assert step_cost(packed.batch, described) == placement.rank_cost(paces, described).max()
@@ -56,13 +64,24 @@ def test_a_plan_is_packed_placed_and_sharded(name, experts):
                 np.testing.assert_array_equal(micro_batch.shards.lengths, shards.lengths)
                 assert micro_batch.tokens == documents["length"].sum()
                 assert micro_batch.padded_tokens % described.unit_tokens == 0
-        lengths = [packed.batch.micro_batch(i)["length"] for i in range(8)]
-        for plan, row in zip(plans, shard_step(described, lengths), strict=True):
+        for plan, row in zip(plans, shard_step(described, packed.batch.lengths, packed.batch.ranks), strict=True):
             assert [m.shards.lengths.tolist() for m in plan.micro_batches] == [s.lengths.tolist() for s in row]
 
 
-def planner(num_epochs=None):
-    return Planner(packer_of(job(), num_epochs), job(), 0, first_step=0)
+def test_a_step_may_have_another_number_of_micro_batches():
+    """More where documents do not fit, fewer for fewer documents if every rank has one; what depends on it follows."""
+    described = job(num_micro_batches=4, max_tokens=64, whole_documents=True, pp=2, dp=2, defer_weight_gradients=True)
+    for given, count in (([50] * 6, 6), ([64, 64, 1], 2), ([65], 4)):
+        packed = packer(described, given, seed=None).next()
+        plans = [plan_packed(packed, described, rank) for rank in range(2)]
+        assert [len(plan.micro_batches) for plan in plans] == [len(packed.batch) // 2] * 2 == [count // 2] * 2
+        assert sum(m.tokens for plan in plans for m in plan.micro_batches) == packed.batch.documents["length"].sum()
+        assert [plan.weight_gradients_before.shape[-1] for plan in plans] == [count // 2] * 2
+        assert step_cost(packed.batch, described) > 0
+
+
+def planner():
+    return Planner(packer_of(job()), job(), 0, first_step=0)
 
 
 def test_a_planner_plans_ahead_and_keeps_steps_until_they_are_released():
@@ -96,10 +115,8 @@ def test_a_planner_at_another_step_or_whose_thread_has_ended_says_so(monkeypatch
 
 
 def test_a_planner_says_that_the_data_is_at_its_end():
-    other, count = packer_of(job(), num_epochs=1), 0
-    while not other.finished:
-        count += other.next().step >= 0
-    running = planner(num_epochs=1)
+    count = -(-(LENGTHS.sum() - 1) // 64 // 4)
+    running = planner()
     assert running.get(count - 1).step == count - 1
     message = f"^the data ends before step {count}: after {count} steps every .* train fewer steps, or more epochs$"
     with pytest.raises(RuntimeError, match=message) as error:
@@ -112,13 +129,13 @@ def test_a_process_may_end_while_its_planner_is_in_cpp(ending):
     """A thread that came back from C++ into an interpreter at its end would abort the process."""
     code = f"""
 import numpy as np
-from megatron_wlb import DocumentStream, Planner, Source, make_packer
+from megatron_wlb import Planner
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from tests.jobs import MODEL, job
+from tests.jobs import job, packer
 lengths = np.random.default_rng(0).lognormal(6.7, 1.4, 300_000).astype(np.int64).clip(1, 8192)
-stream = DocumentStream([Source(lengths=lengths)], seed=1, context_length=8192)
-described = job(packing=AdaptivePacking(), num_micro_batches=512, dp=512, context_length=8192, crossover_tokens=20_000)
-Planner(make_packer(stream, described), described, 0, first_step=0).get(0)
+sizes = dict(num_micro_batches=512, dp=512, context_length=8192, crossover_tokens=20_000)
+described = job(packing=AdaptivePacking(max_delay_steps=20), **sizes)
+Planner(packer(described, lengths), described, 0, first_step=0).get(0)
 {ending}
 """
     for _ in range(3):
@@ -143,16 +160,33 @@ def test_a_closed_planner_leaves_nothing_behind():
     planner().close()  # which never began
 
 
+def test_a_planner_counts_every_step_and_changes_the_job_where_it_is_told():
+    jobs = [job(num_micro_batches=count) for count in (2, 4, 8)]
+    running = Planner(
+        packer_of(jobs[0]),
+        jobs[0],
+        0,
+        first_step=0,
+        count=lambda packed: packed.batch.documents["length"],
+        later=[(3, jobs[1]), (4, jobs[2])],
+    )
+    plans = [running.get(step) for step in range(7)]
+    running.close()
+    assert [plan.packed.first for plan in plans] == [0, 2, 4, 6, 10, 18, 26]
+    assert [len(plan.batch) for plan in plans] == [2, 2, 2, 4, 8, 8, 8]
+    assert [plan.counted.sum() for plan in plans] == [plan.tokens for plan in plans]
+
+
 def test_a_planner_that_is_stuck_ends_the_run_with_its_stack(monkeypatch):
     stuck, go_on = threading.Event(), threading.Event()
 
-    def never_ready(packer, *given):
-        if packer.step == 1:
+    def never_ready(packed, *given):
+        if packed.step == 1:
             stuck.set()
             go_on.wait()
-        return plan_step(packer, *given)
+        return plan_packed(packed, *given)
 
-    monkeypatch.setattr("megatron_wlb.plan.step.plan_step", never_ready)
+    monkeypatch.setattr("megatron_wlb.plan.step.plan_packed", never_ready)
     monkeypatch.setattr("megatron_wlb.plan.step._LOOK_SECONDS", 0.01)
     running = Planner(packer_of(job()), job(), 0, first_step=0)
     running.get(0)

@@ -10,9 +10,7 @@ from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.split import Split
-from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.simulate.memory import (
     largest_max_tokens,
     layer_bytes,
@@ -24,7 +22,7 @@ from megatron_wlb.simulate.memory import (
     weight_bytes,
     weight_gradient_bytes,
 )
-from tests.jobs import job
+from tests.jobs import job, packer
 
 GPT3_SHAPE = ModelShape(
     num_layers=96,
@@ -147,20 +145,20 @@ def test_the_largest_micro_batch_that_fits(packing, count):
     assert (peak(given, 50_000) < peak(every, 50_000)) == packing.steady_tokens
 
 
+@pytest.mark.parametrize("delay", [0, 20])
 @pytest.mark.parametrize(("dp", "vpp", "count"), [(1, 2, 32), (2, 2, 64), (4, 1, 16), (4, 2, 64)])
-def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count):
+def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count, delay):
     """In the order of 1F1B, of few long documents and many of far less work a token."""
     windows, longest = 4 * dp, 640
     given = job(
         pp=4, vpp=vpp, dp=dp, global_batch_size=windows, num_micro_batches=count, context_length=512,
-        max_tokens=longest, crossover_tokens=1, packing=AdaptivePacking(),
+        max_tokens=longest, crossover_tokens=1, packing=AdaptivePacking(max_delay_steps=delay),
     )  # fmt: skip
     lengths = np.random.default_rng(0).permutation(np.repeat([512, 362, 256, 181, 5], [30, 30, 30, 30, 44_000]))
-    packer = make_packer(DocumentStream([Source(lengths=lengths)], seed=0, context_length=512), given)
-    kept = np.zeros(4)
+    running, kept = packer(given, lengths), np.zeros(4)
     for _ in range(30):
-        packing = packer.next().batch
-        ranks = shard_step(given, [packing.micro_batch(i)["length"] for i in range(count)])
+        batch = running.next().batch
+        ranks = shard_step(given, batch.lengths, batch.ranks)
         for tokens in (np.array([int(plan.lengths.sum()) for plan in plans]) for plans in ranks):
             assert tokens[tokens > 1].sum() <= given.most_rank_tokens(longest)  # the rest is padding
             for stage in range(4):
@@ -168,7 +166,7 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count):
                 passes = np.where(ops["backward"], -1, 1) * tokens[ops["micro_batch"]]
                 kept[stage] = max(kept[stage], passes.cumsum().max())
     most = np.array([most_kept(given, stage, longest, np.ones(vpp)) for stage in range(4)])
-    assert (kept <= most).all() and (kept > most / 2).all()
+    assert (kept <= most).all() and (kept > most / (2 if delay else 3)).all()
     # Which is less than if all passes in flight had the longest micro-batch, wherever micro-batches are many.
     if vpp == 2:
         assert most[0] < given.schedule().in_flight(0) * longest

@@ -8,9 +8,9 @@ nor Megatron, nor torch; of the dataset, it reads only the .idx file.
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
 LOG comes first. Flags take precedence over a log or a command. Lists Megatron's arguments that do not matter, are not
-simulated, or are refused by training with --wlb. Plain Megatron (attention stays inside documents), the paper's WLB-LLM
-with tuned thresholds, and --wlb (with the --wlb-* flags given) run the same data, shuffled as in training. Steps are
-packed, sharded and simulated as they would be trained.
+simulated, or are refused by training with --wlb. Megatron (attention across documents, or documents apart) and --wlb
+(with the --wlb-* flags given) train the same tokens every step; in the paper's WLB-LLM, with tuned thresholds,
+documents wait. Steps are packed, sharded and simulated as they would be trained.
 """
 
 import argparse

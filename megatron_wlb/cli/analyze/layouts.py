@@ -1,7 +1,7 @@
 """Other layouts of the same GPUs, and fewer layers beside the vocabulary."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from megatron_wlb.cli.job import Run
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import predictions
 from megatron_wlb.pipeline.split import laid_out
-from megatron_wlb.plan.stream import DocumentStream
+from megatron_wlb.plan.samples import Samples
 from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
 
 FIRST_WINDOWS = 32
@@ -31,9 +31,13 @@ _OF_STAGES = (
 
 
 def sizes(job: Job) -> list[tuple[int, int, int]]:
-    """Return CP, PP and virtual stages to try in place of the job's; TP stays."""
+    """Return CP, PP and virtual stages to try in place of the job's; TP stays, and DP is what is left.
+
+    Wider context parallelism for fewer data-parallel ranks or stages gives each pipeline, or stage, more windows.
+    """
     p = job.parallel
-    wanted = [(p.cp, p.pp), (p.cp * p.pp, 1), (p.cp, 1), (p.cp * p.dp, p.pp), (p.cp * p.pp * p.dp, 1)]
+    wanted = [(p.cp, p.pp), (p.cp * p.pp, 1), (p.cp, 1)]
+    wanted += [(factor * p.cp, p.pp) for factor in (2, 4) if p.dp % factor == 0]
     if p.pp % 2 == 0:
         wanted.append((2 * p.cp, p.pp // 2))
     found = [(cp, pp, virtual_stages(job.model.num_layers + p.split.edges, pp)) for cp, pp in wanted]
@@ -46,7 +50,7 @@ def virtual_stages(layers: int, pp: int) -> int:
     return 1 if pp == 1 or layers % pp else layers // pp
 
 
-def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[Job]:
+def jobs(run: Run, job: Job, samples: Samples) -> Iterator[Job]:
     """Yield the job in every other layout that fits memory, its micro-batches chosen.
 
     None with experts: a job knows only those that a token goes to.
@@ -64,15 +68,15 @@ def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[J
             budget = (DEVICE_SHARE * H100_BYTES - weight_bytes(run.job(layout, settings=free))) / 2**30
             if budget > 0:
                 make = partial(run.job, layout, settings=replace(free, memory_budget=budget))
-                yield predictions(make(), make, stream, memory_known=True)[0]
+                yield predictions(make(), make, samples, memory_known=True)[0]
 
 
-def relieved(job: Job, stream: DocumentStream) -> Job:
-    """Return the job with fewer layers beside the vocabulary, by the stream's work."""
+def relieved(job: Job, samples: Samples) -> Job:
+    """Return the job with fewer layers beside the vocabulary, by the work of the first samples."""
     model = job.model
     if job.parallel.pp == 1 or model.mtp_num_layers:
         return job
-    lengths = stream.take(FIRST_WINDOWS * job.context_length)["length"]
+    lengths = samples.pieces(0, FIRST_WINDOWS)["length"]
     linear, squares = float(lengths.sum()) * job.crossover_tokens, float(lengths @ lengths)
     of_output = linear * model.vocabulary_weights / (linear * model.layer_weights + squares * model.token_weights)
     given = job.decoder_layers()

@@ -1,5 +1,6 @@
 """The numbers: packed, sharded and simulated steps of every scheme."""
 
+import contextlib
 import datetime
 import json
 import math
@@ -11,26 +12,30 @@ import numpy as np
 
 from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
+from megatron_wlb.cli.analyze.setup import DELAY, MEGATRON, WARM_UP, Megatron, Setup, schemes
 from megatron_wlb.hardware.network import NETWORKS
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile, profile_file
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import ALIKE
 from megatron_wlb.plan import metrics
+from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import peak_bytes
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances, limit_time
 from megatron_wlb.types import document_work
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 9
+VERSION = 10
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """Approximate passes to simulate and micro-batches to pack per scheme, within the bounds above."""
-OTHER_SIMULATED, OTHER_PACKED = 24, 96
-"""Steps to simulate and to pack, of every other layout and other flag."""
+OTHER_SIMULATED = 24
+"""Most steps to simulate of every other layout and other flag."""
+MOST_LAYOUTS = 3
+"""Layouts that are shown, the fastest."""
+CLOSE = 0.02
+"""Gain or loss up to which neither way is advised, and a delay is not mentioned."""
 LOST_STEPS = 20
 """Steps that determine what Megatron would lose without a flag."""
-
 READING_STEPS = 8
 """Steps that tell a speed-up under other assumptions."""
 KERNELS = ("h100-fa2", "h100-cudnn", "h100-fa3")
@@ -47,6 +52,24 @@ class Sample(NamedTuple):
     documents: list[np.ndarray]
     """Document lengths of its micro-batches."""
     work: int
+    """Tokens where these attend across documents."""
+
+
+class Measured(NamedTuple):
+    """A scheme: its numbers as JSON types, and the steps that were simulated."""
+
+    numbers: dict[str, Any]
+    delays: bool
+    """Whether its steps train other tokens than Megatron's."""
+    samples: list[Sample]
+    us: np.ndarray
+    """Times of the steps, float64 [steps]."""
+    tokens: np.ndarray
+    work: np.ndarray
+
+    def typical(self) -> int:
+        """Return the step whose time per token is nearest to the mean."""
+        return int(np.abs(self.us / self.tokens - self.us.sum() / self.tokens.sum()).argmin())
 
 
 class Report(NamedTuple):
@@ -56,7 +79,7 @@ class Report(NamedTuple):
     entries: dict[str, Any]
     """The numbers, as JSON types."""
     examples: dict[str, Sample]
-    """A typical step of every scheme: the one whose time per token is nearest to the mean."""
+    """A typical step, the same of all schemes that train the same tokens in it."""
 
 
 def steps_of(job: Job) -> tuple[int, int]:
@@ -70,12 +93,20 @@ def steps_of(job: Job) -> tuple[int, int]:
 
 def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Report:
     """Simulate all schemes; calls `advance` for every step."""
-    numbers, examples, jobs = {}, {}, schemes(setup)
+    measured: dict[str, Measured] = {}
+    jobs = schemes(setup)
     for name, job in jobs.items():
-        megatron = setup.megatron._replace(name=name) if name in MEGATRON else Megatron()
-        numbers[name], examples[name] = measure(setup, job, packed, simulated, advance, megatron)
+        measured[name] = measure(setup, name, job, packed, simulated, measured.get("thd"), advance)
     reference = setup.megatron.name
-    limit = _compare(numbers, numbers[reference])
+    numbers = {name: each.numbers for name, each in measured.items()}
+    same, examples = measured["thd"].typical(), {}
+    for name, each in measured.items():
+        examples[name] = each.samples[each.typical() if each.delays else same]
+        ratio, error = _speedup(each, measured[reference])
+        found = {"speedup": ratio, "speedup_error": error, "typical_step_ms": _parts_ms(examples[name].step)}
+        numbers[name].update(found)
+    us_per_token = min(each["limit_us_per_token"] for each in numbers.values())
+    others = Others(setup, measured, packed // simulated)
     entries = {
         "format": FORMAT,
         "version": VERSION,
@@ -91,15 +122,16 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "lost": lost(setup, jobs[reference], min(packed, LOST_STEPS)),
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": profile_entries(setup),
-        "limit": limit,
+        "limit": {"us_per_token": us_per_token, "speedup": numbers[reference]["us_per_token"] / us_per_token},
         "readings": readings(setup, jobs, numbers, min(simulated, READING_STEPS)),
         "micro_batches": [
             {"micro_batches": each.job.num_micro_batches, "time": each.time, "late_steps": each.late_steps}
             for each in setup.tried
         ],
         "schemes": numbers,
-        "layouts": other_layouts(setup, numbers["ours"], numbers[reference]),
-        "other_flags": other_flags(setup, numbers["ours"], numbers[reference]),
+        "layouts": others.layouts(),
+        "delay": others.delay(),
+        "other_flags": others.flags(),
         "flags": setup.flags(),
         "warnings": setup.run.judged.remarks + setup.data.remarks,
         "notes": setup.notes,
@@ -109,35 +141,59 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
     return Report(setup, entries, examples)
 
 
-def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return layouts that are faster than `best` by `_is_faster`, the fastest first."""
-    measured = [(job, _measure_other(setup, job)) for job in setup.layouts]
-    found = [
-        {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
-        | {name: numbers[name] for name in ("us_per_token", "num_micro_batches", "late_steps")}
-        | _speedup(numbers, reference)
-        | {"gib": layouts.gib(job), "max_tokens": job.max_tokens}
-        for job, numbers in measured
-        if _is_faster(numbers, best)
-    ]
-    return sorted(found, key=lambda each: each["us_per_token"])
+class Others(NamedTuple):
+    """Other ways to train that are faster with --wlb than the run's, on the first of its steps."""
 
+    setup: Setup
+    measured: dict[str, Measured]
+    stride: int
 
-def other_flags(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return flags of `Setup.others` that are faster than `best` by `_is_faster`."""
-    measured = [(flag, _measure_other(setup, job)) for flag, job in setup.others.items()]
-    return [{"flag": flag} | _speedup(numbers, reference) for flag, numbers in measured if _is_faster(numbers, best)]
+    def layouts(self) -> list[dict[str, Any]]:
+        """Return the layouts that are faster, the fastest first, with what Megatron would gain in them."""
+        tried = [(job, faster) for job in self.setup.layouts if (faster := self._faster(job, ALIKE)) is not None]
+        tried.sort(key=lambda each: -each[1]["gain"])
+        sizes, of_job = ("tp", "cp", "pp", "vpp", "dp"), ("num_micro_batches", "max_tokens")
+        return [
+            {name: getattr(job.parallel, name) for name in sizes}
+            | {name: getattr(job, name) for name in of_job}
+            | {"gib": layouts.gib(job), "megatron": self._of_megatron(job)}
+            | faster
+            for job, faster in tried[:MOST_LAYOUTS]
+        ]
 
+    def _of_megatron(self, job: Job) -> float | None:
+        """Return the speed-up of Megatron in another layout; None if it cannot train there."""
+        name = self.setup.megatron.name
+        with contextlib.suppress(ValueError):  # such as of a micro-batch size that does not divide the windows
+            return _speedup(self._measure(name, self.setup.without_wlb(name, job)), self.measured[name])[0]
+        return None
 
-def _measure_other(setup: Setup, job: Job) -> dict[str, Any]:
-    simulated = min(steps_of(job)[1], OTHER_SIMULATED)
-    return measure(setup, job, OTHER_PACKED // simulated * simulated, simulated, lambda _: None, Megatron())[0]
+    def delay(self) -> dict[str, Any] | None:
+        """Return what a delay brings; None if little."""
+        job = self.setup.delayed
+        if job is None or (faster := self._faster(job, CLOSE)) is None:
+            return None
+        flag = flag_with_value("max_delay_steps", DELAY.max_delay_steps)
+        return {"flag": flag, "num_micro_batches": job.num_micro_batches} | faster
 
+    def flags(self) -> list[dict[str, Any]]:
+        """Return flags that are faster."""
+        tried = {flag: self._faster(job, ALIKE) for flag, job in self.setup.others.items()}
+        return [{"flag": flag} | faster for flag, faster in tried.items() if faster is not None]
 
-def _speedup(numbers: dict[str, Any], over: dict[str, Any]) -> dict[str, float]:
-    speedup = over["us_per_token"] / numbers["us_per_token"]
-    error = math.hypot(numbers["us_per_token_error"], over["us_per_token_error"])
-    return {"speedup": speedup, "speedup_error": 0.0 if numbers is over else speedup * error}
+    def _faster(self, job: Job, least: float) -> dict[str, Any] | None:
+        """Return the speed-up of a job and its delay, if it gains over `least` and two standard errors on ours."""
+        each = self._measure("", job)
+        gain, error = _speedup(each, self.measured["ours"])
+        if gain - 1 <= max(least, 2 * error):
+            return None
+        speedup, of_ours = (self.measured["ours"].numbers[name] for name in ("speedup", "speedup_error"))
+        found = {"gain": gain, "speedup": gain * speedup, "late_steps": each.numbers["late_steps"]}
+        return found | {"speedup_error": math.hypot(error * speedup, gain * of_ours)}
+
+    def _measure(self, name: str, job: Job) -> Measured:
+        simulated = min(len(self.measured["ours"].us), steps_of(job)[1], OTHER_SIMULATED)
+        return measure(self.setup, name, job, self.stride * simulated, simulated, self.measured["thd"])
 
 
 def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
@@ -147,7 +203,7 @@ def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
     times = dict.fromkeys(ways, 0.0)
     for step in setup.steps(job, steps if ways else 0):
         for flag, megatron in ways.items():
-            times[flag] += megatron.simulate(job, step.batch.lengths).time
+            times[flag] += megatron.simulate(job, step.batch).time
     return {flag: 1 - times[""] / times[flag] for flag in without}
 
 
@@ -162,13 +218,12 @@ def readings(
         changed |= {f"kernels of {name}": load_profile(name) for name in KERNELS if name != profile.name}
 
     def speedups(other: Profile, ring: str) -> dict[str, float]:
-        times = {}
+        of: dict[str, Measured] = {}
         for name in (*MEGATRON, "ours"):
-            megatron = setup.megatron._replace(name=name) if name in MEGATRON else Megatron()
             job = replace(jobs[name], profile=other)
             job = replace(job, cp_exchange=ring) if name == "thd" else job
-            times[name] = measure(setup, job, steps, steps, lambda _: None, megatron)[0]["us_per_token"]
-        return {name: times[name] / times["ours"] for name in MEGATRON}
+            of[name] = measure(setup, name, job, steps, steps, of.get("thd"))
+        return {name: _speedup(of["ours"], of[name])[0] for name in MEGATRON}
 
     found = {what: speedups(other, "ring") for what, other in changed.items()}
     if setup.job.parallel.cp > 1:
@@ -181,57 +236,55 @@ def readings(
     ]
 
 
-def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether `one` is faster than `other` by over 1 % and by two standard errors."""
-    ratio = other["us_per_token"] / one["us_per_token"]
-    error = math.hypot(one["us_per_token_error"], other["us_per_token_error"])
-    return bool(ratio - 1 > max(ALIKE, 2 * ratio * error))
+def _speedup(one: Measured, over: Measured) -> tuple[float, float]:
+    """Return how many times as many tokens a second `one` trains, and the standard error.
 
-
-def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
-    """Add to each scheme's numbers its gain over `plain`, and its share of its own limit. Returns the least limit."""
-    us_per_token = min(numbers["limit_us_per_token"] for numbers in schemes.values())
-    most = max(numbers["pairs_per_token"] for numbers in schemes.values())
-    for numbers in schemes.values():
-        numbers |= _speedup(numbers, plain)
-        numbers["of_limit"] = numbers["limit_us_per_token"] / numbers["us_per_token"]
-        numbers["attention_kept"] = numbers["pairs_per_token"] / most
-    return {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
+    Of two that train the same tokens every step it is a ratio of times, of the steps that both simulated.
+    """
+    if one.delays or over.delays:
+        ratio = over.numbers["us_per_token"] / one.numbers["us_per_token"]
+        errors = (0.0,) if one is over else (each.numbers["us_per_token_error"] for each in (one, over))
+        return ratio, ratio * math.hypot(*errors)
+    count = min(len(one.us), len(over.us))
+    mine, theirs = (each.us[:count] / each.tokens[:count].sum() for each in (one, over))
+    ratio = theirs.sum() / mine.sum()
+    return float(ratio), float(np.std(theirs - ratio * mine) * math.sqrt(count) / mine.sum())
 
 
 def measure(
-    setup: Setup, job: Job, packed: int, simulated: int, advance: Advance, megatron: Megatron
-) -> tuple[dict[str, Any], Sample]:
+    setup: Setup,
+    name: str,
+    job: Job,
+    packed: int,
+    simulated: int,
+    apart: Measured | None,
+    advance: Advance = lambda steps: None,
+) -> Measured:
     """Pack `packed` steps of a scheme and simulate `simulated` of them, evenly spread.
 
-    Returns means as JSON types, and an example. A few steps have more or fewer long documents than all data, so time
-    per token is the simulated steps' time per work, times the work per token of all packed steps.
+    Steps of a scheme that delays have other documents than Megatron's. So its time per token is time per work, at the
+    work per token of Megatron's steps, `apart`.
     """
+    megatron = setup.megatron._replace(name=name) if name in MEGATRON else Megatron()
     steps: list[tuple[float, int, int, int]] = []
     samples: list[Sample] = []
-    total_work, pairs = 0, 0.0
     for i, step in enumerate(setup.steps(job, packed)):
         works = step.batch.sums(document_work(step.batch.documents["length"], job.crossover_tokens))
-        delays, work = metrics.delays(step.batch, step.step), int(works.sum())
+        delays = metrics.delays(step.batch, step.step)
         late = sum(max(0, delay) * tokens for delay, tokens in delays.items())
         steps.append((metrics.imbalance(works), sum(delays.values()), late, max(delays, default=0)))
-        if megatron.name == "plain":
-            work = sum(delays.values())
-        total_work += work
-        pairs += float((step.batch.documents["length"].astype(float) ** 2).sum())
         if i % (packed // simulated) == 0:
-            result = megatron.simulate(job, step.batch.lengths)
+            result = megatron.simulate(job, step.batch)
+            work = sum(delays.values()) if name == "plain" else int(works.sum())
             samples.append(Sample(result, limit_time(result), step.batch.lengths, work))
         advance(1)
     imbalance, step_tokens, late_tokens, most_late = map(np.array, zip(*steps, strict=True))
-    work_per_token = total_work / int(step_tokens.sum())
-    middle = slice(packed // 10, packed - packed // 10)  # queues fill and drain at either end
-    time, limit, work_of = np.array([(sample.step.time, sample.limit_us, sample.work) for sample in samples]).T
-    us_per_work = time.sum() / work_of.sum()
-    us_per_token = float(us_per_work * work_per_token)
-    longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
+    time, limit, works = np.array([(sample.step.time, sample.limit_us, sample.work) for sample in samples]).T
     tokens = np.array([sum(int(lengths.sum()) for lengths in sample.documents) for sample in samples])
-    example = samples[int(np.abs(time / tokens - us_per_token).argmin())]
+    counted = tokens.sum()
+    if apart is not None and job.packing.delays:
+        counted = works.sum() * apart.tokens.sum() / apart.work.sum()
+    longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
     levels = [imbalances(sample.step) for sample in samples]
     numbers = {
         "packing": job.packing.name,
@@ -239,32 +292,32 @@ def measure(
         "num_micro_batches": job.num_micro_batches // megatron.micro_batch_size,
         "cp_sharding": job.sharding.cp_sharding if job.parallel.cp > 1 else None,
         "step_ms": float(time.mean()) / 1e3,
-        "us_per_token": us_per_token,
+        "us_per_token": float(time.sum() / counted),
         # Of a ratio of means over steps.
-        "us_per_token_error": float(np.std(time - us_per_work * work_of) / np.sqrt(len(samples)) / time.mean()),
-        "limit_us_per_token": float(limit.sum() / work_of.sum() * work_per_token),
-        "pairs_per_token": pairs / int(step_tokens.sum()),
-        "late_steps": float(late_tokens[middle].sum() / step_tokens[middle].sum()),
+        "us_per_token_error": float(np.std(time / time.mean() - works / works.mean()) / math.sqrt(len(samples))),
+        "limit_us_per_token": float(limit.sum() / counted),
+        "of_limit": float(limit.sum() / time.sum()),
+        "late_steps": float(late_tokens.sum() / step_tokens.sum()),
         "max_delay_steps": int(most_late.max()),
-        "token_cv": float(step_tokens[middle].std() / step_tokens[middle].mean()),
+        "token_cv": float(step_tokens.std() / step_tokens.mean()),
         "longest_micro_batch_tokens": longest,
         "activation_gib": max(peak_bytes(job, stage, longest) for stage in range(job.parallel.pp)) / 2**30,
         "imbalance": {
             **{level: float(np.mean([each[level] for each in levels])) for level in levels[0]},
-            "work_mean": float(imbalance[middle].mean()),
-            "work_p95": float(np.quantile(imbalance[middle], 0.95)),
-        },
-        "typical_step_ms": {
-            "step": example.step.time / 1e3,
-            **{part: us / 1e3 for part, us in asdict(breakdown(example.step)).items()},
+            "work_mean": float(imbalance.mean()),
+            "work_p95": float(np.quantile(imbalance, 0.95)),
         },
     }
-    return numbers, example
+    return Measured(numbers, job.packing.delays, samples, time, tokens, works)
+
+
+def _parts_ms(step: SimulatedStep) -> dict[str, float]:
+    return {"step": step.time / 1e3} | {part: us / 1e3 for part, us in asdict(breakdown(step)).items()}
 
 
 def data_entries(setup: Setup) -> dict[str, Any]:
     """Return documents and tokens of the training split, and shares by length."""
-    every = np.concatenate([source.lengths for source in setup.data.sources])
+    every = np.concatenate(setup.data.lengths)
     lengths, counts = np.unique(every, return_counts=True)
     edges = 2 ** np.arange(0, math.ceil(math.log2(max(2, int(lengths[-1])))) + 1)
     # A document counts in the bin of its length. One longer than the window is attended to window by window.

@@ -14,26 +14,31 @@ from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.job import Run
 from megatron_wlb.describe.make import default_max_tokens
+from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
-from megatron_wlb.job import Job
+from megatron_wlb.job import Job, Packing
 from megatron_wlb.micro_batches import Prediction, predictions, step_time
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.schedule import nearest_counts
-from megatron_wlb.plan.packer import PackedStep, make_packer
+from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import SimulatedStep, simulate_step
-from megatron_wlb.types import Shard, ShardPlan, document_work
+from megatron_wlb.types import PackedBatch, Shard, ShardPlan, document_work
 
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
 """Schemes without --wlb: tokens attend across documents, as upstream's flags have it; or inside, each document divided
 over context-parallel ranks, as in packed sequences (THD)."""
 WARM_UP = 30
-"""Steps that are packed and not counted, while queues fill."""
+"""Steps that are packed and not counted, while queues of a scheme that delays fill."""
+DELAY = AdaptivePacking(max_delay_steps=30)
+"""The delay that is tried beside the same step."""
+SAMPLES, LEAST_STEPS, MOST_STEPS = 1 << 15, 64, 256
+"""Windows that are cut from the data, and bounds on the steps that hold them, after which they begin anew."""
 MOST_WINDOWS = 1 << 14
 """Most windows of a step that are simulated."""
 THRESHOLD_SHARES = (1 / 4, 1 / 2, 3 / 4)
@@ -49,6 +54,8 @@ class Megatron(NamedTuple):
     """Name of the scheme in `MEGATRON`; "" for others."""
     micro_batch_size: int = 1
     """Windows per micro-batch."""
+    padded: bool = False
+    """Windows that are not full are padded, as rows of --sft are."""
     tp_comm_overlap: bool = False
     hidden_transfers: bool = False
     """`--overlap-p2p-communication-warmup-flush`; assumed to overlap all transfers between stages."""
@@ -61,11 +68,14 @@ class Megatron(NamedTuple):
             without[f"--micro-batch-size {self.micro_batch_size}"] = self._replace(micro_batch_size=1)
         return without
 
-    def simulate(self, job: Job, lengths: Sequence[np.ndarray]) -> SimulatedStep:
-        """Simulate windows; those of `plain` are one document each."""
+    def simulate(self, job: Job, batch: PackedBatch) -> SimulatedStep:
+        """Simulate a step of windows; those of `plain` are one document each."""
+        lengths = batch.lengths
+        if self.padded:  # the last document of a row takes the padding
+            lengths = [np.append(each[:-1], job.context_length - each[:-1].sum()) for each in lengths]
         if self.name == "plain":
             lengths = [np.array([each.sum()]) for each in lengths]
-        shards, size = shard_step(job, lengths), self.micro_batch_size
+        shards, size = shard_step(job, lengths, batch.ranks), self.micro_batch_size
         if size > 1:
             if len(shards[0]) % size:
                 raise ValueError(
@@ -105,57 +115,69 @@ class Setup:
                 f"--global-batch-size {job.global_batch_size} is over {MOST_WINDOWS}, too many windows to simulate; "
                 "divide it and the GPUs by the same number, for fewer data-parallel ranks of as many windows each"
             )
-        self.stream = partial(data.stream, run.arguments.seed, job.context_length)
-        self.job, self.tried, self.layouts = self._best(job)
+        count = job.global_batch_size * min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // job.global_batch_size))
+        self.windows = data.samples(run.arguments.seed, job.context_length, count)
+        """The samples as Megatron trains them."""
+        self.samples = self.windows
+        """The samples as --wlb trains them: those, unless documents stay whole."""
+        if job.whole_documents:
+            self.samples = data.samples(run.arguments.seed, job.context_length, count, whole=True)
+        self.job, self.tried = self._best(job.packing)
+        if self._chooses(job.packing) and run.settings.memory_budget is None:
+            self.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
         a, stated = run.arguments, run.launched.stated
-        masked = bool(stated.get("dataloader_inter_document_masking"))
         self.megatron = Megatron(
-            "thd" if masked or stated.get("sft") or stated.get("reset_attention_mask") else "plain",
+            "thd" if masks_documents(stated) else "plain",
             a.micro_batch_size,
+            a.sft,
             a.tp_comm_overlap and self.job.parallel.tp > 1 and not self.job.tp_overlap,
             bool(stated.get("overlap_p2p_comm_warmup_flush")),
         )
-        if masked and self.job.parallel.cp > 1:
+        if stated.get("dataloader_inter_document_masking") and self.job.parallel.cp > 1:
             run.judged.remarks.append(
                 "--dataloader-inter-document-masking with context parallelism: upstream divides the window, where "
                 "TransformerEngine expects each document to be divided. So tokens attend to other documents, and not "
                 "to all of their own. With --wlb they attend to their own."
             )
 
-    def _best(self, job: Job) -> tuple[Job, list[Prediction], list[Job]]:
-        """Return the job with the micro-batches of `auto`, what was compared, layouts."""
-        settings = self.run.settings
-        if settings.micro_batches != "auto" or not job.packing.steady_tokens:
-            return job, [], []
-        known = settings.memory_budget is not None
-        best, tried = predictions(job, self.run.job, self.stream, memory_known=known)
-        if not known:
-            self.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
-        return best, tried, list(layouts.jobs(self.run, job, self.stream))
+    def _best(self, packing: Packing) -> tuple[Job, list[Prediction]]:
+        """Return the job of a packing policy with the micro-batches of `auto`, and what was compared."""
+        make, known = partial(self.run.job, packing=packing), self.run.settings.memory_budget is not None
+        return predictions(make(), make, self.samples, memory_known=known) if self._chooses(packing) else (make(), [])
+
+    def _chooses(self, packing: Packing) -> bool:
+        """Whether the number of micro-batches is to be chosen."""
+        return self.run.settings.micro_batches == "auto" and packing.steady_tokens
 
     @cached_property
-    def other(self) -> Job | None:
-        """The job with the other packing policy, a micro-batch per window; None if none."""
-        if not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
+    def layouts(self) -> list[Job]:
+        """Jobs of --wlb in other layouts of the same GPUs."""
+        return list(layouts.jobs(self.run, self.job, self.samples)) if self._chooses(self.job.packing) else []
+
+    @cached_property
+    def delayed(self) -> Job | None:
+        """The job with a delay; None if it has one already, or another policy, or steps of another number of tokens."""
+        packing = self.job.packing
+        if not isinstance(packing, AdaptivePacking) or packing.delays or self.job.whole_documents or self.data.begins:
             return None
-        packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
-        with contextlib.suppress(ValueError):
-            return self.run.job(packing=packing, num_micro_batches=self.job.global_batch_size)
+        with contextlib.suppress(ValueError):  # memory may not hold it
+            return self._best(DELAY)[0]
         return None
 
     @cached_property
     def others(self) -> dict[str, Job]:
         """Jobs with one more flag, by flag: policy, gradients of K and V, last layers."""
         job, found = self.job, {}
-        if self.other is not None:
-            found[flag_with_value("packing", self.other.packing.name)] = self.other
+        if isinstance(job.packing, WlbPacking):
+            with contextlib.suppress(ValueError):  # memory may not hold it
+                found["--wlb-packing adaptive"] = self.run.job(packing=AdaptivePacking())
         if job.parallel.cp > 1 and job.cp_gradient_bytes > job.bytes_per_value:
             found[flag_with_value("cp_gradients", "model")] = job.sharded(cp_gradients="model")
         rows = tile_rows(replace(self.run.arguments, tp_comm_overlap=True), job.parallel)
         if rows and not job.tp_tile_rows and job.parallel.tp <= job.profile.network.gpus_per_node:
             overlap = tp_overlap(job.parallel.tp)
             found["--tp-comm-overlap"] = replace(job, tp_overlap=overlap, tp_tile_rows=rows)
-        relieved = layouts.relieved(job, self.stream())
+        relieved = layouts.relieved(job, self.samples)
         budget = self.run.settings.memory_budget
         layout = relieved.parallel.split.pipeline_model_parallel_layout
         fits = budget is None or largest_max_tokens(relieved, budget * 2**30) >= job.max_tokens
@@ -166,7 +188,7 @@ class Setup:
     @cached_property
     def paper(self) -> Job:
         """The paper's scheme: Algorithm 1, best thresholds, K and V gathered at once."""
-        job = self._as_megatron()
+        job = self._as_megatron(self.job)
         wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
         job = replace(job, packing=wlb, cp_exchange="all").sharded(cp_sharding="wlb")
         if wlb.outlier_thresholds is not None:
@@ -176,16 +198,18 @@ class Setup:
         jobs = [replace(job, packing=WlbPacking(outlier_thresholds=each)) for each in tried]
         return min(jobs, key=self._time_per_work)
 
-    def plain(self) -> Job:
-        """Return the job as Megatron trains it: a ring, one window per micro-batch."""
-        return replace(self._as_megatron(), packing=OriginalPacking(), cp_exchange="ring")
+    def without_wlb(self, name: str, job: Job | None = None) -> Job:
+        """Return a job (None: this one) as a scheme of `MEGATRON` trains it: a ring, one window per micro-batch."""
+        job = replace(self._as_megatron(job or self.job), packing=OriginalPacking(), cp_exchange="ring")
+        return job.sharded(cp_sharding=MEGATRON[name])
 
-    def _as_megatron(self) -> Job:
+    def _as_megatron(self, job: Job) -> Job:
         """Return the job without --wlb's own features; S_max may exceed memory."""
-        job, given = self.job, self.run.settings.max_tokens
+        given = self.run.settings.max_tokens
         job = _by_windows(job, job.parallel.group_size or job.parallel.pp)
         hidden = self.megatron.hidden_transfers
         job = replace(job, reorder=False, defer_weight_gradients=False, hidden_transfers=hidden, tp_tile_rows=0)
+        job = replace(job, whole_documents=False)
         return job if isinstance(given, int) else replace(job, max_tokens=default_max_tokens(job))
 
     def _time_per_work(self, job: Job) -> float:
@@ -196,9 +220,9 @@ class Setup:
         return time / work
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
-        """Yield `count` steps as a scheme would train them, after the warm-up."""
-        packer = make_packer(self.stream(), job)
-        for _ in range(WARM_UP):
+        """Yield `count` steps as a scheme would train them, after a warm-up if it delays."""
+        packer = Packer(self.samples if job.whole_documents else self.windows, job)
+        for _ in range(WARM_UP if job.packing.delays else 0):
             packer.next()
         for _ in range(count):
             yield packer.next()
@@ -236,5 +260,4 @@ def _by_windows(job: Job, group_size: int | None) -> Job:
 
 def schemes(setup: Setup) -> dict[str, Job]:
     """Return the ways to train the same data, by name."""
-    megatron = {name: setup.plain().sharded(cp_sharding=way) for name, way in MEGATRON.items()}
-    return megatron | {"paper": setup.paper, "ours": setup.job}
+    return {name: setup.without_wlb(name) for name in MEGATRON} | {"paper": setup.paper, "ours": setup.job}

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_wlb.cli import common
-from megatron_wlb.cli.analyze.report import Report
+from megatron_wlb.cli.analyze.report import CLOSE, Report
 from megatron_wlb.cli.common import render
 from megatron_wlb.simulate.memory import H100_BYTES
 from megatron_wlb.simulate.step import SHARES
@@ -20,10 +20,8 @@ OVER = {
 """What a speed-up is over."""
 WIDE = 0.05
 """Range of a speed-up, over itself, from which on it is shown."""
-CLOSE = 0.02
-"""Gain or loss up to which neither way is advised."""
 SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
-SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "attention kept, %", "delay of a token, steps", "activations, GiB")
+SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
 """Titles of the rows to read first."""
 MOST_FACTS = 6
 """Sentences that are shown first."""
@@ -62,7 +60,6 @@ def rows(report: Report) -> list[Row]:
         row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}"),
         row("time per million tokens, s", lambda n: f"{n['us_per_token']:.3f}"),
         row("tokens a second and GPU", lambda n: f"{1e6 / n['us_per_token'] / gpus:,.0f}"),
-        row("attention kept, %", lambda n: f"{100 * n['attention_kept']:.0f}"),
         *(imbalance(f"{title}: slowest / mean", name) for name, title, size in levels if size > 1),
         imbalance("work: largest / mean", "work_mean"),
         imbalance("  p95 over steps", "work_p95"),
@@ -121,7 +118,7 @@ def headline(report: Report) -> tuple[str, str]:
         return f"{over:.2f} times" + (f" ({least:.2f} to {most:.2f})" if most - least > WIDE * over else "")
 
     first = f"{verdict(report)[0]}. {predicted}: {times(reference)} as many tokens a second as {OVER[reference]}."
-    rest = f"GPUs idle {idle(ours):.0f} % of a step instead of {idle(schemes[reference]):.0f} %. "
+    rest = f"{_tokens(report)} GPUs idle {idle(ours):.0f} % of a step instead of {idle(schemes[reference]):.0f} %. "
     if lost := " ".join(f"{flag} out: {-100 * share:+.0f} %." for flag, share in entries["lost"].items()):
         rest += f"What --wlb refuses counts in that: {lost} "
     other = next(name for name in OVER if name != reference)
@@ -129,6 +126,14 @@ def headline(report: Report) -> tuple[str, str]:
     if schemes[other]["us_per_token"] * (1 + CLOSE) < ours["us_per_token"]:
         rest += " A run that can train so is better off without --wlb."
     return first, rest
+
+
+def _tokens(report: Report) -> str:
+    """Return what steps train with --wlb, compared with Megatron's."""
+    job, late = report.setup.job, report.entries["schemes"]["ours"]["late_steps"]
+    if job.packing.delays:
+        return f"Tokens run {late:.2f} steps late on average."
+    return "Steps train whole documents." if job.whole_documents else "Both train the same tokens every step."
 
 
 def _least_and_most(readings: list[dict[str, Any]], scheme: str, speedup: float) -> tuple[float, float]:
@@ -150,6 +155,8 @@ def facts(report: Report) -> list[str]:
         **entries,
         errors=_errors_of(entries["profile"].get("error")),
         parallel=job.parallel,
+        delays=job.packing.delays,
+        whole=job.whole_documents,
         crossover=job.crossover_tokens,
         ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in (entries["reference"], "ours")],
         device_gib=H100_BYTES >> 30,

@@ -1,0 +1,73 @@
+"""What a run with `--wlb` trains otherwise than the same run without it."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron_wlb.describe.masks import masks_documents
+from megatron_wlb.describe.refusals import Lenient
+
+_BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss"}
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _balances(a: Any) -> bool:
+    """Whether a loss balances experts, micro-batch by micro-batch."""
+    types = set(_listed(a.moe_router_load_balancing_type or "aux_loss"))
+    return bool(a.num_experts) and bool(types & _BALANCED) and any(_listed(a.moe_aux_loss_coeff or 0))
+
+
+_DIFFERENCES: dict[str, Callable[[Any], Any]] = {
+    "attention ends with the document, and without --wlb it does not here (TransformerEngine and fused softmax ignore "
+    "--reset-attention-mask)": lambda a: not masks_documents(a) and a.reset_attention_mask,
+    "attention ends with the document, and without --wlb it does not here": lambda a: (
+        not masks_documents(a) and not a.reset_attention_mask
+    ),
+    "no attention dropout": lambda a: a.attention_dropout != 0,
+    "hidden dropout draws other numbers": lambda a: a.hidden_dropout != 0,
+    "losses that balance experts are of other micro-batches": _balances,
+    "z-loss is of tokens, not of micro-batches, as with --calculate-per-token-loss": lambda a: (
+        a.num_experts and a.moe_z_loss_coeff and not a.calculate_per_token_loss
+    ),
+    "padding (fewer rows than 2 * CP * TP a micro-batch) counts for expert bias and z-loss": lambda a: (
+        a.num_experts
+        and (a.moe_router_enable_expert_bias or a.moe_z_loss_coeff)
+        and (a.context_parallel_size or 1) * (a.tensor_model_parallel_size or 1) > 1
+    ),
+    "experts take tokens by micro-batch, as with another --micro-batch-size": lambda a: (
+        a.num_experts
+        and (a.moe_expert_capacity_factor or "sinkhorn" in _listed(a.moe_router_load_balancing_type or ""))
+    ),
+    "jitter of routers draws other numbers": lambda a: a.num_experts and a.moe_input_jitter_eps,
+    "scales of FP8 and FP4 are of other micro-batches, as with another --micro-batch-size": lambda a: a.fp8 or a.fp4,
+    "means over micro-batches are as with --context-parallel-size 1": lambda a: (
+        (a.eod_mask_loss or a.sft) and (a.context_parallel_size or 1) > 1 and not a.calculate_per_token_loss
+    ),
+    "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: (
+        a.wlb_packing == "wlb" or (a.wlb_packing == "fixed" and a.wlb_global_batches > 1)
+    ),
+    "documents may run {a.wlb_max_delay_steps} steps later": lambda a: (
+        a.wlb_packing == "adaptive" and a.wlb_max_delay_steps
+    ),
+    "documents are trained whole, where they begin": lambda a: a.wlb_documents == "whole",
+    "mock documents have other lengths": lambda a: a.mock_data and a.wlb_mock_lengths is not None,
+    "long conversations are left out": lambda a: a.sft and a.wlb_sft_too_long == "drop",
+    "broken rows are left out": lambda a: a.sft and a.wlb_sft_broken == "skip",
+}
+"""Sentences, formatted with the arguments `a` before --wlb sets any, and whether they hold; a missing argument is None.
+"""
+
+
+def differences(args: Namespace) -> list[str]:
+    """Return how training with `--wlb` differs from training without; [] if only in the order of sums."""
+    given = Lenient(**vars(args))
+    return [text.format(a=given) for text, holds in _DIFFERENCES.items() if holds(given)]
+
+
+def said(args: Namespace) -> str:
+    """Return what the start of a run says: how far every step trains what Megatron's would."""
+    same = "every step trains what Megatron's would"
+    return f"{same}, but for: {'; '.join(found)}" if (found := differences(args)) else same

@@ -1,0 +1,197 @@
+"""What a run trains, sample by sample in Megatron's order: the pieces of documents in each, from arrays alone.
+
+Megatron's GPTDataset concatenates shuffled documents to one stream of tokens, cuts it into windows of C tokens, and
+shuffles these; BlendedDataset draws windows from several. Three arrays of a dataset and two of a blend say all that.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megatron_wlb.types import DOCUMENT
+
+
+class Part(Protocol):
+    """One dataset of a blend."""
+
+    def __len__(self) -> int:
+        """Number of its samples."""
+
+    def pieces(self, samples: np.ndarray) -> np.ndarray:
+        """DOCUMENT rows of samples, int64 [n]; `index` counts tokens as if each had C, from the first of `samples`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Windows of C tokens in a stream of documents: the arrays of a `GPTDataset`."""
+
+    document_index: np.ndarray
+    """Documents in the order of the stream, int32 [documents, of all epochs]."""
+    sample_index: np.ndarray
+    """Where windows begin, as place in `document_index` and offset, int32 or int64 [windows + 1, 2]."""
+    shuffle_index: np.ndarray
+    """The windows in the order of training, [windows]."""
+    lengths: np.ndarray
+    """Tokens of each document, int32 [documents]; Megatron's documents are the sequences of its `.idx` files."""
+    context_length: int
+    whole: bool = False
+    """Documents are cut every C tokens from their own beginning, instead of where windows are, and each piece is
+    trained with the window in which it begins. Every window has one."""
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def pieces(self, samples: np.ndarray) -> np.ndarray:
+        """See `Part`. `document` is a place in `document_index`. O(documents in `samples`)."""
+        windows = self.shuffle_index[samples].astype(np.int64)
+        begins, ends = (self.sample_index[windows + i].astype(np.int64) for i in (0, 1))
+        counts = ends[:, 0] - begins[:, 0] + 1
+        sample, number = _within(counts)
+        document = begins[sample, 0] + number
+        lengths = self.lengths[self.document_index[document]].astype(np.int64)
+        offset = np.where(number == 0, begins[sample, 1], 0)
+        stop = np.where(number == counts[sample] - 1, ends[sample, 1], lengths)
+        rows = np.zeros(len(sample), DOCUMENT)
+        rows["document"], rows["offset"], rows["length"] = document, offset, stop - offset
+        tokens = np.cumsum(rows["length"]) - rows["length"]
+        first = np.cumsum(counts) - counts  # row of a window
+        rows["index"] = sample * self.context_length + tokens - tokens[first[sample]]
+        if not self.whole:
+            return rows[rows["length"] > 0]
+        rows["offset"] = -(-offset // self.context_length) * self.context_length
+        rows["index"] += rows["offset"] - offset
+        rows["length"] = np.minimum(lengths - rows["offset"], self.context_length)
+        return rows[rows["offset"] < stop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Samples that are rows of a file, each of some documents and at most C tokens: conversations."""
+
+    rows: np.ndarray
+    """The rows in order; they begin anew after the last, int64 [rows of the split]."""
+    begins: np.ndarray
+    """First document of each row of the file, int64 [rows of the file + 1]."""
+    lengths: np.ndarray
+    """Tokens of each document, int32 [documents]."""
+    context_length: int
+    num_samples: int
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def pieces(self, samples: np.ndarray) -> np.ndarray:
+        """See `Part`. What is over C tokens of a row is cut off, as upstream does."""
+        row = self.rows[samples % len(self.rows)]
+        counts = self.begins[row + 1] - self.begins[row]
+        sample, number = _within(counts)
+        rows = np.zeros(len(sample), DOCUMENT)
+        rows["document"] = self.begins[row[sample]] + number
+        rows["length"] = self.lengths[rows["document"]]
+        tokens = np.concatenate(([0], np.cumsum(rows["length"])))
+        place = tokens[:-1] - tokens[np.cumsum(counts) - counts][sample]
+        rows["length"] = np.minimum(rows["length"], self.context_length - place)
+        rows["index"] = sample * self.context_length + place
+        return rows[rows["length"] > 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The samples of a run in the order of training."""
+
+    parts: Sequence[Part]
+    context_length: int
+    blend: tuple[np.ndarray, np.ndarray] | None = None
+    """Dataset of every sample, and the number of the sample there; None: all are of the only part."""
+    order: Callable[[np.ndarray], np.ndarray] | None = None
+    """Maps the place in training to the sample, int64 [n] each; it makes the samples endless. None: the same."""
+
+    def __len__(self) -> int:
+        return len(self.parts[0]) if self.blend is None else len(self.blend[0])
+
+    def pieces(self, first: int, stop: int) -> np.ndarray:
+        """Return DOCUMENT rows of samples [first, stop), arrival 0, in their order.
+
+        Raises ValueError behind the last sample.
+        """
+        if stop > len(self) and self.order is None:
+            raise ValueError(f"the data ends: samples {first} to {stop} of {len(self)}; train fewer steps")
+        places = np.arange(first, stop)
+        samples = places if self.order is None else self.order(places)
+        if self.blend is None:
+            rows = self.parts[0].pieces(samples)
+        else:
+            which, of_part = (np.asarray(column[samples], np.int64) for column in self.blend)
+            found = [np.empty(0, DOCUMENT)]
+            for i in np.unique(which).tolist():
+                (at,) = np.nonzero(which == i)
+                rows = self.parts[i].pieces(of_part[at])
+                sample, place = np.divmod(rows["index"], self.context_length)
+                rows["index"], rows["dataset"] = at[sample] * self.context_length + place, i
+                found.append(rows)
+            rows = np.concatenate(found)
+            rows = rows[np.argsort(rows["index"], kind="stable")]
+        rows["index"] += first * self.context_length
+        return rows
+
+
+def windows(
+    lengths: np.ndarray,
+    context_length: int,
+    *,
+    seed: int | None = 0,
+    num_samples: int | None = None,
+    whole: bool = False,
+) -> Windows:
+    """Cut documents of `lengths`, int64 [n], into windows as `GPTDataset` does, with another generator's shuffles.
+
+    `seed` None keeps the order. `num_samples`: at least so many, from as many epochs as it takes; None: one epoch.
+    Raises ValueError if there is not one window.
+    """
+    lengths = np.asarray(lengths)
+    tokens = int(lengths.sum())
+    epochs = 1 if num_samples is None else -(-(num_samples * context_length + 1) // max(1, tokens))
+    count = (epochs * tokens - 1) // context_length
+    if count < 1:
+        raise ValueError(
+            f"{len(lengths)} documents of {tokens} tokens do not fill one window of {context_length} and the token "
+            "behind it; give more data, or a shorter window"
+        )
+    rng = None if seed is None else np.random.default_rng(seed)
+    documents = np.tile(np.arange(len(lengths), dtype=np.int32), epochs)
+    shuffle = np.arange(count)
+    if rng is not None:
+        rng.shuffle(documents)
+        rng.shuffle(shuffle)
+    ends = np.cumsum(lengths[documents], dtype=np.int64)
+    begins = np.arange(count + 1) * context_length
+    at = np.searchsorted(ends, begins, side="right")
+    offset = begins - (ends[at] - lengths[documents[at]])
+    return Windows(
+        document_index=documents,
+        sample_index=np.stack((at, offset), axis=1),
+        shuffle_index=shuffle,
+        lengths=lengths,
+        context_length=context_length,
+        whole=whole,
+    )
+
+
+def blended(parts: Sequence[Part], weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a blend as `BlendedDataset` draws it: each sample from the part that is furthest behind its weight."""
+    shares = np.array(weights) / sum(weights)
+    drawn = np.zeros(len(parts), np.int64)
+    which, of_part = np.empty(num_samples, np.int64), np.empty(num_samples, np.int64)
+    for i in range(num_samples):
+        k = int((shares * max(i, 1) - drawn).argmax())
+        which[i], of_part[i] = k, drawn[k]
+        drawn[k] += 1
+    return which, of_part
+
+
+def _within(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each of `counts` things of every group its group, and its number there, int64 [sum] each."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]

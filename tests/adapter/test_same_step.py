@@ -1,0 +1,192 @@
+"""Every step trains what Megatron's own run trains: losses, gradients and parameters, whatever the data and the layout.
+
+`upstream_script` runs Megatron as it is, with its dense masks (`--reset-attention-mask`). Beside every result stands by
+how much Megatron's own micro-batch size 2 differs.
+"""
+
+import re
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index
+from tests.adapter.training import ADAM, CP2, MTP, PP2, VPP2, full, relative_error, train
+
+LOSS, NORM, PARAMETERS = 1e-6, 1e-5, 1e-5
+GENTLE = "--lr 0.05"
+"""At which rounding does not grow in a hundred steps."""
+EOD_MASK = "--eod-mask-loss"
+EVALUATE = "--eval-iters 1 --eval-interval 1"
+
+
+def spread(run, theirs):
+    """Largest relative differences of losses, gradient norms and parameters."""
+    losses, norms = (
+        float(np.abs(np.array(run[name]) / np.array(theirs[name]) - 1).max()) for name in ("losses", "norms")
+    )
+    return losses, norms, relative_error(run["params"], theirs["params"])
+
+
+def compare(run, theirs, own=None):
+    """Compare a run with Megatron's, and print how much Megatron's `own` other micro-batch size differs."""
+    found = spread(run, theirs)
+    print("--wlb:", found, "micro-batch size 2:", own and spread(own, theirs))
+    assert len(run["losses"]) == len(theirs["losses"])
+    assert found[0] <= LOSS and found[1] <= NORM and found[2] <= PARAMETERS
+    assert run["evaluations"] == pytest.approx(theirs["evaluations"], rel=LOSS)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(2, CP2), full(2, VPP2), full(2, ""), full(1, "")])
+def test_a_hundred_steps(size, layout, dataset):
+    common = [*GENTLE.split(), "--train-iters", "100"]
+    theirs = train(1, dataset, *common, wlb=False)
+    two = train(1, dataset, *common, "--micro-batch-size", "2", wlb=False)
+    compare(train(size, dataset, *common, *layout.split()), theirs, two)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("other") / "corpus", seed=3, documents=100)
+
+
+def write_inner(prefix: Path, *, ends: bool) -> str:
+    """A dataset whose documents hold four texts each; `ends`: EOD ends each of these. Returns the prefix."""
+    rng = np.random.default_rng(1)
+    parts = rng.integers(20, 60, (120, 4))
+    tokens = rng.integers(0, VOCABULARY, int(parts.sum()), dtype=np.int32)
+    if ends:
+        tokens[np.cumsum(parts) - 1] = EOD
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
+    write_index(prefix.with_suffix(".idx"), parts.sum(axis=1))
+    return str(prefix)
+
+
+CASES = {
+    "eod": (2, CP2, EOD_MASK),
+    "eod-per-token": (2, PP2, f"{EOD_MASK} --calculate-per-token-loss"),
+    "eod-micro-batches-of-two": (2, "", f"{EOD_MASK} --micro-batch-size 2"),
+    "epochs": (2, CP2, "--train-iters 16"),
+    "mtp": (2, CP2, f"{MTP} {EOD_MASK}"),
+    "mtp-per-token": full(2, PP2, f"{MTP} {EOD_MASK} --calculate-per-token-loss"),
+    "cyclic": (1, "", "--dataloader-type cyclic --train-iters 14"),
+    "cyclic-micro-batches-of-two": full(2, "", f"--dataloader-type cyclic --micro-batch-size 2 {EOD_MASK}"),
+    "cyclic-unsharded": full(1, "", "--dataloader-type cyclic --no-data-sharding --train-iters 14"),
+    "learned-positions": (2, CP2, "--position-embedding-type learned_absolute"),
+    "samples": full(1, "", "--train-samples 24 --lr-decay-style linear"),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "flags"),
+    [pytest.param(*getattr(case, "values", case), marks=getattr(case, "marks", ()), id=name)
+     for name, case in CASES.items()],
+)  # fmt: skip
+def test_data_and_weights(size, layout, flags, dataset):
+    without = "--train-iters --lr-decay-style" if "--train-samples" in flags else ""
+    if "learned" in flags:
+        without = "--reset-position-ids"
+    common = [*GENTLE.split(), *flags.split()]
+    theirs = train(1 if "cyclic" not in flags else size, dataset, *common, wlb=False, without=without)
+    compare(train(size, dataset, *common, *layout.split(), without=without), theirs)
+
+
+@pytest.mark.parametrize(
+    "blend", ["0.7 {} 0.3 {}", full("{} {}"), "defer", "per split", full("args path"), "full validation", "mock"]
+)
+def test_datasets(blend, dataset, other, tmp_path):
+    """Blends, split by split, from files, evaluated; also read late, and over whole validation sets."""
+    data, without = "", "--split --eval-iters"
+    flags = [*GENTLE.split(), *EVALUATE.split(), "--data-cache-path", str(tmp_path / "cache")]
+    match blend:
+        case "per split":
+            flags += ["--train-data-path", "2", dataset, "1", other, "--valid-data-path", other]
+            flags += ["--test-data-path", other]
+        case "full validation":
+            flags = f"{GENTLE} --full-validation --eval-interval 2 --global-batch-size 2 --train-data-path".split()
+            flags += [dataset, "--valid-data-path", other, other, "--multiple-validation-sets"]
+        case "args path":
+            (tmp_path / "blend").write_text(f"0.5 {dataset}\n0.5 {other}\n")
+            flags, without = [*flags, "--data-args-path", str(tmp_path / "blend")], "--eval-iters"
+        case "mock":
+            flags += ["--mock-data"]
+        case _:
+            without = "--eval-iters"
+            data = (blend if "{}" in blend else "0.7 {} 0.3 {}").format(dataset, other)
+    theirs = train(1, data, *flags, wlb=False, without=without)
+    flags += ["--dataloader-defer-npy-index-mmap"] if blend == "defer" else []
+    assert theirs["evaluations"] or blend == "mock"
+    compare(train(2, data, *flags, *PP2.split(), without=without), theirs)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_texts_inside_documents(ends, tmp_path):
+    """Where resetting is asked for, EOD ends a text wherever it is; a document without EOD goes on in the next."""
+    data, prints = write_inner(tmp_path / "corpus", ends=ends), tmp_path / "prints"
+    flags = [*GENTLE.split(), EOD_MASK]
+    theirs = train(1, data, *flags, wlb=False)
+    compare(train(2, data, *flags, *CP2.split(), prints=prints), theirs)
+    assert "sampled documents do not end with their only EOD token: pieces end where" in prints.read_text()
+    without = "--reset-attention-mask --reset-position-ids"
+    train(1, data, "--train-iters", "1", without=without, prints=(said := tmp_path / "said"))
+    assert f"attention goes across EOD for {'73.' if ends else '0.0%'}" in said.read_text()
+    assert "but for: attention ends with the document, and without --wlb it does not" in said.read_text()
+
+
+def test_one_curve(dataset, tmp_path):
+    """Plain, with `--wlb`, plain, and with it again in other layouts, micro-batches and S_max: one run."""
+    common = [
+        *ADAM,
+        *f"--lr 1e-4 --adam-eps 1e-2 --num-layers 2 --data-cache-path {tmp_path / 'cache'} --train-samples 64".split(),
+    ]
+    common += "--lr-decay-style constant --eval-iters 1 --eval-interval 3".split()
+    without = "--train-iters --lr-decay-style --eval-iters"
+    whole = train(1, dataset, *common, wlb=False, without=without)
+    checkpoint = ["--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt"), "--save-interval", "99"]
+    parts = [
+        (1, False, ""),
+        (2, True, f"{CP2} --wlb-micro-batches 4 --wlb-max-tokens 640"),
+        (1, False, "--micro-batch-size 2"),
+        (2, True, f"{PP2} --wlb-micro-batches 12"),
+    ]
+    losses, evaluations = [], []
+    for i, (size, wlb, flags) in enumerate(parts):
+        run = train(
+            size, dataset, *common, *checkpoint, *flags.split(), "--exit-interval", str(2 * i + 2),
+            wlb=wlb, without=without, exits=True,
+        )  # fmt: skip
+        losses, evaluations = losses + run["losses"], evaluations + run["evaluations"]
+    assert losses == pytest.approx(whole["losses"], rel=LOSS)
+    assert relative_error(run["params"], whole["params"]) <= PARAMETERS
+    assert not list((tmp_path / "ckpt").glob("*.wlb.json"))
+
+
+def digests(path):
+    return re.findall(r"wlb step +(\d+) \| digest ([0-9a-f]{16})", path.read_text())
+
+
+@pytest.mark.parametrize("flags", ["", EOD_MASK, full(f"{EOD_MASK} --calculate-per-token-loss")])
+def test_digests(flags, dataset, tmp_path):
+    """Both runs print the same, in any layout; other data, targets or weights show in their step."""
+    common = [*GENTLE.split(), "--wlb-digest", *flags.split()]
+    plain, ours, data = (tmp_path / name for name in ("plain", "ours", "data"))
+    train(2, dataset, *common, *PP2.split(), wlb=False, prints=plain)
+    train(4, dataset, *common, *CP2.split(), *VPP2.split(), prints=ours)
+    assert digests(plain) == digests(ours) and len(digests(ours)) == 2
+    tokens = np.fromfile(f"{dataset}.bin", "<i4")
+    changed = Path(write_dataset(tmp_path / "other", seed=0, documents=300))
+    tokens[0] += 1
+    tokens.tofile(changed.with_suffix(".bin"))
+    train(1, str(changed), *common, "--train-iters", "12", prints=data)
+    assert len(digests(data)) == len({digest for _, digest in digests(data)}) == 12
+
+
+def test_whole_documents(dataset, tmp_path):
+    """A document is trained in the step of the window in which it begins, to its end or the window's length."""
+    log = train(2, dataset, "--wlb-documents", "whole", *PP2.split(), log=tmp_path / "log.jsonl")["log"]
+    again = train(1, dataset, "--wlb-documents", "whole", log=tmp_path / "again.jsonl")["log"]
+    one, two = ([sorted(chain(*e["lengths"])) for e in each] for each in (log, again))
+    assert one == two and max(one[0]) == 256
+    assert [e["loss"] for e in log] == pytest.approx([e["loss"] for e in again], rel=LOSS)
+    assert len({e["tokens"] for e in log}) == 2
