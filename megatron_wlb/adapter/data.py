@@ -1,5 +1,6 @@
 """This rank's micro-batches as tensors: tokens, targets and weights of its shard."""
 
+import atexit
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -192,7 +193,7 @@ def loader(
 ) -> Iterator[Batch]:
     """Return this rank's endless batches, by processes that outlive `exit_signal`."""
     steps = map(planner.get, itertools.count(first_step))
-    return iter(
+    batches: Any = iter(
         torch.utils.data.DataLoader(
             dataset,
             sampler=(micro_batch for plan in steps for micro_batch in plan.micro_batches),
@@ -202,6 +203,10 @@ def loader(
             worker_init_fn=None if exit_signal is None else functools.partial(_outlive, exit_signal),
         )
     )
+    if num_workers:
+        # The end of this process would signal them, and wait for ever: they outlive it.
+        atexit.register(batches._shutdown_workers)
+    return batches  # type: ignore[no-any-return]
 
 
 def _outlive(exit_signal: int, worker: int) -> None:

@@ -8,6 +8,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -100,3 +102,26 @@ def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, t
     (reader,) = set(reads.read_text().split())
     assert reader != sent.read_text()
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+ENDS = """
+import multiprocessing, os, signal, types
+import torch.utils.data
+from megatron_wlb.adapter.data import loader
+
+class Same(torch.utils.data.Dataset):
+    def __getitem__(self, plan):
+        return plan
+
+planner = types.SimpleNamespace(get=lambda step: types.SimpleNamespace(micro_batches=[step]))
+batches = loader(Same(), planner, 0, 2, signal.SIGTERM)  # a global is still there when the process ends
+read = [next(batches)]
+for worker in multiprocessing.active_children():
+    os.kill(worker.pid, signal.SIGTERM)
+print(read + [next(batches) for _ in range(9)])
+"""
+
+
+def test_data_workers_outlive_the_exit_signal_and_end_with_the_run():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=600, check=False)
+    assert (done.stdout, done.returncode) == (f"{list(range(10))}\n", 0), done.stderr
