@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wlb.describe import refusals
+from megatron_wlb.describe import refusals, same
 from scripts import docs
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +178,12 @@ def test_the_tables_of_the_same_step_show_the_results():
         for cell, scheme in zip(cells.split("|"), ("ours, auto", "ours, delay", "ours, twice the CP"), strict=True):
             of = (rows[layout, int(dp or 1), int(n), scheme] for n in windows.split("/")) if cell.strip() else ()
             assert cell.strip() == " / ".join(f"{row['over ring per document']:.2f}" for row in of), (job, scheme)
+
+
+def test_the_start_of_a_run_says_how_far_balancing_losses_are():
+    rows = {row["case"]: row["wlb"]["gradient"] for row in result("same_step")["rows"]}
+    most = max(distance for case, distance in rows.items() if "aux_loss" in case)
+    assert any(f"({100 * most:.1f} % of a small GPT's gradient" in text for text in same._DIFFERENCES)
 
 
 def test_the_table_of_jobs_with_experts_shows_the_results():

@@ -107,6 +107,8 @@ class Batch:
     """float32 [1 + depths, s], 0 without a target or on padding."""
     origin: torch.Tensor | None
     """int64 [s]: the micro-batch without `--wlb` that a row belongs to (`Reading.origin`); 0 on padding."""
+    padding: torch.Tensor | None
+    """bool [s]: rows that no expert counts; only for models with experts."""
     digest: np.ndarray | None
     """uint64 [micro-batches without `--wlb`], see `digest`."""
 
@@ -118,7 +120,7 @@ class Batch:
         return self._each(lambda part: part.pin_memory())
 
     def _each(self, move: Callable[[Any], Any]) -> "Batch":
-        names = ("metadata", "positions", "tokens", "labels", "loss_mask", "origin")
+        names = ("metadata", "positions", "tokens", "labels", "loss_mask", "origin", "padding")
         parts = {name: getattr(self, name) for name in names}
         return replace(self, **{name: move(part) for name, part in parts.items() if part is not None})
 
@@ -133,13 +135,14 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
         cp_rank: int,
         is_first: bool,
         is_last: bool,
+        experts: bool = False,
         encode: Encoding = varlen,
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """`encode`: of the attention backend; `order`: rows of the shard in the order of the model's, int64 [s] by
-        their number, None: the same."""
+        """`experts`: the model has some; `encode`: of the attention backend; `order`: rows of the shard in the order of
+        the model's, int64 [s] by their number, None: the same."""
         self._reading, self._cp_rank, self._encode, self._order = reading, cp_rank, encode, order
-        self._is_first, self._is_last = is_first, is_last
+        self._is_first, self._is_last, self._experts = is_first, is_last, experts
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
         tokens = labels = loss_mask = origin = positions = digested = None
@@ -161,8 +164,15 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
             labels=labels if last else None,
             loss_mask=loss_mask if last else None,
             origin=origin if last else None,
+            padding=self._padding(plan) if self._experts else None,
             digest=digested if last else None,
         )
+
+    def _padding(self, plan: MicroBatchPlan) -> torch.Tensor:
+        calls = plan.shards.shards[self._cp_rank].calls
+        each = [np.repeat(call["document"], call["stop"] - call["start"]) for call in calls]
+        rows = torch.from_numpy(np.concatenate(each) == len(plan.documents))
+        return rows if self._order is None else rows[self._order(len(rows))]
 
     def _read(self, plan: MicroBatchPlan) -> list[Any]:
         """Return tokens, labels, mask, origin, positions and digest."""

@@ -72,6 +72,8 @@ def installed(adapt: Callable[[Any, Any], None]) -> Iterator[None]:
 
     def loaded(original: Any) -> Any:
         def roll_tensor(tensor: Any, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
+            if tensor.dtype == torch.bool:  # padding stays where it is
+                return tensor, None
             following, total = next(packed_seq_params.ahead)
             assert following.shape == tensor.shape and following.dtype == tensor.dtype
             return following, total
@@ -113,7 +115,11 @@ def token_loss(
     if args.check_for_spiky_loss:
         unexpected = partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss")
         machine.validate_result(
-            result=loss, rejection_func=unexpected, message="Spiky loss", tolerance=0.0, fatal=False
+            result=loss / loss_mask.sum().clamp(min=1),
+            rejection_func=unexpected,
+            message="Spiky loss",
+            tolerance=0.0,
+            fatal=False,
         )
     tokens = loss_mask.sum().to(torch.int)
     return loss, tokens, {"lm loss": torch.cat([said.view(1), tokens.detach().view(1)])}

@@ -19,7 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import checkpointing, initialize, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import compat, data, datasets, describe, loss, tiles
+from megatron_wlb.adapter import compat, data, datasets, describe, experts, loss, tiles
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import weighed
@@ -74,6 +74,8 @@ class Training:
         """In the running step, by its micro-batches."""
         self._trained: np.ndarray | None = None
         """Trained targets of each micro-batch without `--wlb`, for the digest."""
+        self._trained_share = 1.0
+        """Share of the running step's tokens that is trained, if upstream would not divide by their number."""
         self._digested = 0
         """This rank's part of the step's digest."""
 
@@ -171,6 +173,7 @@ class Training:
             cp_rank=mpu.get_context_parallel_rank(),
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
+            experts=bool(args.num_experts),
             encode=self.attention.backend.encode,
             order=self._tiled(tiles.order) if self._job.tp_tile_rows else None,
         )
@@ -205,6 +208,7 @@ class Training:
                 labels=labels,
                 loss_mask=loss_mask,
                 packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, ahead=ahead),
+                **({} if batch.padding is None else {"padding_mask": _rows_of(model, batch.padding)}),
             )
         # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
         get_attr_wrapped_model(model, "set_input_tensor")(None)
@@ -224,6 +228,7 @@ class Training:
         predicts_ahead = loss.installed(functools.partial(adapt_mtp, options=self.attention))
         with (
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
+            experts.installed(lambda: self._trained_share) if self._args.num_experts else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
             compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
@@ -285,15 +290,18 @@ class Training:
         batches = [next(iterator) for iterator in iterators]
         first = batches[0]
         plan, counts = self._plans.begin(first.split, first.step, self._device)
-        self._weigh(first.split, counts)
+        self._weigh(first.split, counts, plan.tokens)
         both = zip(batches, iterators, strict=True)
         return first, plan, [_of_step(first, batch, iterator, len(plan.micro_batches)) for batch, iterator in both]
 
-    def _weigh(self, split: str, counts: np.ndarray | None) -> None:
+    def _weigh(self, split: str, counts: np.ndarray | None, tokens: int) -> None:
         """Set the weights of a step's targets, by what all ranks counted."""
         reading, self._weights, self._trained = self._readings[split], None, None
+        self._trained_share = 1.0
         if counts is not None:
             per_token = self._args.wlb_per_token_loss
+            if not per_token:
+                self._trained_share = float(counts[:, 0].sum() / tokens)
             if reading.windows is not None and not per_token:
                 self._trained = np.add.reduceat(counts[:, 0], np.arange(0, len(counts), reading.windows))
             weights = torch.from_numpy(loss.weights(counts, reading.windows, per_token=per_token))
@@ -354,6 +362,13 @@ class _Pass:
 
     def __len__(self) -> int:
         return self._steps
+
+
+def _rows_of(model: Any, padding: torch.Tensor) -> torch.Tensor:
+    """Return `padding` [s] as upstream's forward pass wants it, [1, rows]; it divides them itself on a first stage."""
+    if get_model_config(model).sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
+        padding = padding.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
+    return padding.unsqueeze(0)
 
 
 def _consumed(args: Namespace) -> int:

@@ -28,15 +28,9 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
     ),
     "no attention dropout": lambda a: a.attention_dropout != 0,
     "hidden dropout draws other numbers": lambda a: a.hidden_dropout != 0,
-    "losses that balance experts are of other micro-batches": _balances,
-    "z-loss is of tokens, not of micro-batches, as with --calculate-per-token-loss": lambda a: (
-        a.num_experts and a.moe_z_loss_coeff and not a.calculate_per_token_loss
-    ),
-    "padding (fewer rows than 2 * CP * TP a micro-batch) counts for expert bias and z-loss": lambda a: (
-        a.num_experts
-        and (a.moe_router_enable_expert_bias or a.moe_z_loss_coeff)
-        and (a.context_parallel_size or 1) * (a.tensor_model_parallel_size or 1) > 1
-    ),
+    "losses that balance experts are of other micro-batches (1.2 % of a small GPT's gradient, as with another "
+    "--micro-batch-size)": _balances,
+    "experts see no padding of rows": lambda a: a.num_experts and a.sft,
     "experts take tokens by micro-batch, as with another --micro-batch-size": lambda a: (
         a.num_experts
         and (a.moe_expert_capacity_factor or "sinkhorn" in _listed(a.moe_router_load_balancing_type or ""))

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index
-from tests.adapter.training import ADAM, CP2, MTP, PP2, VPP2, full, relative_error, train
+from tests.adapter.training import ADAM, CP2, MOE, MTP, PP2, VPP2, full, relative_error, train
 
 LOSS, NORM, PARAMETERS = 1e-6, 1e-5, 1e-5
 GENTLE = "--lr 0.05"
 """At which rounding does not grow in a hundred steps."""
 EOD_MASK = "--eod-mask-loss"
+EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 EVALUATE = "--eval-iters 1 --eval-interval 1"
 
 
@@ -70,6 +71,9 @@ CASES = {
     "epochs": (2, CP2, "--train-iters 16"),
     "mtp": (2, CP2, f"{MTP} {EOD_MASK}"),
     "mtp-per-token": full(2, PP2, f"{MTP} {EOD_MASK} --calculate-per-token-loss"),
+    "experts": (2, CP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 {EOD_MASK}"),
+    "experts-per-token": full(2, PP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 --calculate-per-token-loss"),
+    "experts-mtp": full(2, CP2, f"{MOE} {MTP} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3"),
     "cyclic": (1, "", "--dataloader-type cyclic --train-iters 14"),
     "cyclic-micro-batches-of-two": full(2, "", f"--dataloader-type cyclic --micro-batch-size 2 {EOD_MASK}"),
     "cyclic-unsharded": full(1, "", "--dataloader-type cyclic --no-data-sharding --train-iters 14"),

@@ -1,0 +1,56 @@
+"""Router losses and expert counts over micro-batches of unequal length, which upstream takes to be equal.
+
+Upstream's own padding masks keep padding out. What it still multiplies where it should count is replaced here.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_wlb.adapter import compat
+
+
+@contextlib.contextmanager
+def installed(trained: Callable[[], float]) -> Iterator[None]:
+    """Weigh router losses by tokens inside; `trained`: share of the running step's tokens by which losses are divided.
+
+    Upstream divides what it sums over tokens by the trained ones, also the router losses, which are of all tokens.
+    """
+    router: Any = importlib.import_module("megatron.core.transformer.moe.router")
+
+    def counted(original: Any) -> Any:
+        def get_tokens_per_expert_and_token_count(*, reduce_group: Any, **given: Any) -> Any:
+            """Return a rank's tokens as the mean over its group, whose losses add up to one over all tokens."""
+            counts, _, total = original(reduce_group=reduce_group, **given)
+            return counts, total / reduce_group.size(), total
+
+        return get_tokens_per_expert_and_token_count
+
+    def normalised(original: Any) -> Any:
+        def switch_load_balancing_loss_func(*, tokens_per_expert: Any, total_num_tokens: Any, **given: Any) -> Any:
+            """Take shares of all tokens counted: those of `global_aux_loss` are of other micro-batches, too."""
+            choices = total_num_tokens * given["topk"] * tokens_per_expert.numel() / given["num_experts"]
+            shares = tokens_per_expert * (choices / tokens_per_expert.sum().clamp(min=1))
+            return original(tokens_per_expert=shares, total_num_tokens=total_num_tokens, **given)
+
+        return switch_load_balancing_loss_func
+
+    def masked(original: Any) -> Any:
+        def _apply_expert_bias(self: Any, routing_map: Any, padding_mask: Any = None) -> Any:
+            """Upstream's masks have one dimension where its map has two."""
+            return original(self, routing_map & ~padding_mask.unsqueeze(-1))
+
+        return _apply_expert_bias
+
+    def scaled(original: Any) -> Any:
+        return lambda scale: original(scale * trained())
+
+    group, losses = ("routing_map", "reduce_group", "with_padding_mask"), ("tokens_per_expert", "total_num_tokens")
+    with (
+        compat.replaced(router, "get_tokens_per_expert_and_token_count", counted, group),
+        compat.replaced(router, "switch_load_balancing_loss_func", normalised, (*losses, "topk", "num_experts")),
+        compat.replaced(router.TopKRouter, "_apply_expert_bias", masked, ("routing_map", "padding_mask")),
+        compat.replaced(router.MoEAuxLossAutoScaler, "set_loss_scale", scaled, ("scale",)),
+    ):
+        yield
