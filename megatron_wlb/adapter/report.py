@@ -23,7 +23,7 @@ from megatron_wlb.adapter.digest import digest_line, reduced
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.job import Job
-from megatron_wlb.micro_batches import Prediction
+from megatron_wlb.micro_batches import DELAY, Prediction, delay_gain
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.backends import choose_backend
@@ -33,6 +33,8 @@ from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import shares, simulate_step
 from megatron_wlb.types import PackedBatch
 
+WORTH = 1.1
+"""Speed-up by a delay from which the start of a run says so."""
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -81,6 +83,8 @@ class Report:
                 f"> wlb: --wlb-micro-batches auto chose {job.num_micro_batches}; predicted time of a step by its "
                 f"micro-batches{assumed}: {times}"
             )
+        if torch.distributed.get_rank() == 0:
+            self._thread.submit(_tell_of_delay, job, data)
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         print_rank_0(
             "> wlb: activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
@@ -202,6 +206,16 @@ def _write_scalars(iteration: int, scalars: dict[str, float]) -> None:
             board.add_scalar(name, value, iteration)
     if wandb := get_wandb_writer():
         wandb.log(values, iteration)
+
+
+def _tell_of_delay(job: Job, data: SplitData) -> None:
+    """Print what a delay would bring, if it is `WORTH` saying."""
+    if (gain := delay_gain(job, data.samples, data.first_sample)) > WORTH:
+        print(
+            f"> wlb: with {flag_with_value('max_delay_steps', DELAY.max_delay_steps)} this run is predicted to be "
+            f"{gain:.2f} times as fast; documents then wait up to {DELAY.max_delay_steps} steps",
+            flush=True,
+        )
 
 
 def _predicted(job: Job, packing: PackedBatch) -> tuple[float, dict[str, float]]:

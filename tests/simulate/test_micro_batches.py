@@ -7,7 +7,7 @@ import pytest
 
 from megatron_wlb import micro_batches
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
-from megatron_wlb.micro_batches import WARM_UP, predictions
+from megatron_wlb.micro_batches import WARM_UP, delay_gain, predictions
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
 from tests.jobs import samples
@@ -46,6 +46,16 @@ def test_a_pipeline_gets_more_and_a_single_rank_few(profile):
     count, tried = chosen(cp=2, **profile)
     assert set(tried) == {1, 2, 4, 6, 8, 12, 16, 24, 32} and max(each.late_steps for each in tried.values()) < 0.1
     assert tried[count].time <= 1.01 * min(each.time for each in tried.values())
+
+
+def test_a_delay_pays_where_a_stage_has_few_windows():
+    def gain(count, data=DATA, **changes):
+        sizes = {"context_length": WINDOW, "global_batch_size": count, "num_micro_batches": count}
+        return delay_gain(job(**sizes, **{"packing": AdaptivePacking()} | changes), data, 0)
+
+    assert gain(8, pp=4, dp=2) > 1.05 > gain(32, pp=4, dp=2) > 0.95
+    assert gain(8, packing=DELAY) == gain(8, packing=WlbPacking()) == gain(8, whole_documents=True) == 1
+    assert gain(8, samples(LENGTHS[:200], context_length=WINDOW)) == 1  # too few steps
 
 
 def test_only_what_a_job_can_have_is_tried():

@@ -12,11 +12,11 @@ import numpy as np
 
 from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cli.analyze.setup import DELAY, MEGATRON, WARM_UP, Megatron, Setup, schemes
+from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
 from megatron_wlb.hardware.network import NETWORKS
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile, profile_file
 from megatron_wlb.job import Job
-from megatron_wlb.micro_batches import ALIKE
+from megatron_wlb.micro_batches import ALIKE, DELAY
 from megatron_wlb.plan import metrics
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import peak_bytes

@@ -17,7 +17,7 @@ from megatron_wlb.describe.make import default_max_tokens
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.micro_batches import Prediction, predictions, step_time
+from megatron_wlb.micro_batches import DELAY, Prediction, predictions, step_time
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
@@ -35,8 +35,6 @@ MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
 over context-parallel ranks, as in packed sequences (THD)."""
 WARM_UP = 30
 """Steps that are packed and not counted, while queues of a scheme that delays fill."""
-DELAY = AdaptivePacking(max_delay_steps=30)
-"""The delay that is tried beside the same step."""
 SAMPLES, LEAST_STEPS, MOST_STEPS = 1 << 15, 64, 256
 """Windows that are cut from the data, and bounds on the steps that hold them, after which they begin anew."""
 MOST_WINDOWS = 1 << 14
