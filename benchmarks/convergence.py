@@ -34,12 +34,12 @@ from benchmarks import convergence_report, metrics, results
 from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
 from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
 from benchmarks.corpus import load
+from benchmarks.fixed import FixedPacking
 from benchmarks.results import ROOT, Row
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import Packer

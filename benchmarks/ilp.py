@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, sparse
 
+from benchmarks.fixed import FixedPacking, Pieces, WindowPolicy, fill_windows
 from megatron_wlb.job import Job
-from megatron_wlb.packing.fixed import FixedPacking, Pieces, WindowPolicy, fill_windows
 
 _SLACK = 0.01
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import metrics, results
+from benchmarks.fixed import FixedPacking
 from benchmarks.ilp import IlpPacking
 from benchmarks.lengths import CROSSOVER, WINDOW, distributions, f2, job_7b, packer, samples
 from benchmarks.peers import KarmarkarKarp
@@ -27,7 +28,6 @@ from benchmarks.results import Row, at_most
 from megatron_wlb import _native
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import Packer

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results
+from benchmarks.fixed import FixedPacking
 from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packings
 from benchmarks.metrics import balanced_time
 from benchmarks.peers import as_megatron
@@ -27,7 +28,6 @@ from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.timeline import makespans

@@ -11,6 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks import metrics, results
+from benchmarks.fixed import FixedPacking
 from benchmarks.lengths import packer
 from benchmarks.metrics import balanced_time
 from benchmarks.paper.cases import HOPPER, LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case, slower_attention
@@ -18,7 +19,6 @@ from benchmarks.results import Row
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import PackedStep

@@ -32,13 +32,11 @@ def check(args: Namespace) -> None:
     policy = packing.from_args(args)
     if said := packing.without_effect(args):
         raise ValueError(f"{said[0]}; choose that, or take the flag out")
-    if getattr(args, "sft", False) and (policy.delays or policy.name == "fixed"):
+    if getattr(args, "sft", False) and policy.delays:
         raise ValueError(
             f"--wlb: --wlb-packing {policy.name} moves documents by the windows that they fill, and rows of --sft fill "
             "them in part; give adaptive without --wlb-max-delay-steps, or original"
         )
-    if policy.name == "fixed" and getattr(args, "mtp_num_layers", None):
-        raise ValueError("--wlb: --wlb-packing fixed cuts what --mtp-num-layers looks ahead to; leave one of them out")
     a = MegatronArguments.of(vars(args))
     # Memory and the split of layers are checked later, once everything is known.
     settings = replace(

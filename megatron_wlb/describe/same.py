@@ -40,9 +40,7 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
     "means over micro-batches are as with --context-parallel-size 1": lambda a: (
         (a.eod_mask_loss or a.sft) and (a.context_parallel_size or 1) > 1 and not a.calculate_per_token_loss
     ),
-    "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: (
-        a.wlb_packing == "wlb" or (a.wlb_packing == "fixed" and a.wlb_global_batches > 1)
-    ),
+    "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: a.wlb_packing == "wlb",
     "documents may run {a.wlb_max_delay_steps} steps later": lambda a: (
         a.wlb_packing == "adaptive" and a.wlb_max_delay_steps
     ),

@@ -6,14 +6,12 @@ from typing import Any
 
 from megatron_wlb.job import Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.settings import flag
 
 POLICIES: dict[str, type[Packing]] = {
     "original": OriginalPacking,
-    "fixed": FixedPacking,
     "wlb": WlbPacking,
     "adaptive": AdaptivePacking,
 }

@@ -48,7 +48,7 @@ SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
             "adaptive --wlb-max-delay-steps 20",
         ),
         (4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
-        *(full(4, f"{CP2} {VPP2}", packing) for packing in ("wlb", "original", "adaptive", "fixed")),
+        *(full(4, f"{CP2} {VPP2}", packing) for packing in ("wlb", "original", "adaptive")),
     ],
 )
 def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
@@ -62,7 +62,7 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
     save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "2", "--wlb-log", str(tmp_path / "parts.jsonl")]
     with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
         train(size, dataset, *save, *common, "--exit-interval", "2")
-    if waits := packing not in ("adaptive", "original", "fixed"):
+    if waits := packing not in ("adaptive", "original"):
         assert state.load(state_path(str(tmp_path / "ckpt"), 2))[0]["step"] == 2
     assert state_path(str(tmp_path / "ckpt"), 2).exists() == waits
     resumed = train(size, dataset, *save, *common, "--load", str(tmp_path / "ckpt"))

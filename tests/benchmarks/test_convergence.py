@@ -14,6 +14,8 @@ import torch
 from benchmarks import convergence
 from benchmarks.convergence import QUICK, VARIANTS, Trainer, cut, job_of
 from benchmarks.convergence_model import Shape, accumulate
+from benchmarks.fixed import FixedPacking
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan.dataset import read_lengths
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Windows, windows
@@ -45,8 +47,9 @@ FLAGS = "--num-query-groups 8 --wlb-crossover 128 --wlb-max-tokens 320"
         ("delay", f"{DP2_PP2} --wlb-packing adaptive --wlb-max-delay-steps 30 --wlb-micro-batches 8"),
     ],
 )
-def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path):  # noqa: F811
+def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path, monkeypatch):  # noqa: F811
     """The losses and all gradients of three steps, of the weights that two updates have led to."""
+    monkeypatch.setitem(POLICIES, "fixed", FixedPacking)
     steps = f"--train-iters {STEPS} --weight-decay 0 --sgd-momentum 0.9"
     megatron = train(4, dataset, *FLAGS.split(), *flags.split(), *steps.split(), log=tmp_path / "log.jsonl")
     lengths = read_lengths(dataset).astype(np.int64)

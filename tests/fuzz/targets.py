@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.fixed import FixedPacking
 from megatron_wlb.cli.compare import read_log
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.hardware import profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import state
 from megatron_wlb.plan.dataset import check_index, read_index, read_lengths

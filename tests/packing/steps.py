@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_wlb.packing.fixed import FixedPacking
+from benchmarks.fixed import FixedPacking
 from megatron_wlb.types import DOCUMENT
 from tests.jobs import job
 

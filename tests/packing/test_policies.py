@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.fixed import FixedPacking
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, add_flags, from_args, without_effect
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking, assign
 from megatron_wlb.plan.packer import Packer
@@ -243,23 +243,20 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
     assert parsed("--wlb-packing adaptive --wlb-max-delay-steps 20") == AdaptivePacking(max_delay_steps=20)
     delays = [text for text in ("", *(f"--wlb-packing {name}" for name in POLICIES)) if parsed(text).delays]
     assert delays == ["--wlb-packing wlb"]
-    assert parsed("--wlb-max-delay-steps 20").delays and parsed("--wlb-packing fixed --wlb-global-batches 2").delays
-    assert parsed("--wlb-packing fixed --wlb-global-batches 3") == FixedPacking(global_batches=3)
+    assert parsed("--wlb-max-delay-steps 20").delays
     for text, message in {
-        "--wlb-packing best": "--wlb-packing is 'best'; choose one of original, fixed, wlb, adaptive",
+        "--wlb-packing best": "--wlb-packing is 'best'; choose one of original, wlb, adaptive",
         "--wlb-packing wlb --wlb-outlier-thresholds 9,7": "--wlb-outlier-thresholds is 9,7; give lengths of at least",
         "--wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; give 0, or at least 20, half of which place what",
         "--wlb-max-delay-steps -1": "--wlb-max-delay-steps is -1; it must be from 0",
-        "--wlb-packing fixed --wlb-global-batches 0": "--wlb-global-batches is 0; it must be from 1 to 1024",
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):
             parsed(text)
     for text, said in {
         "": [],
-        "--wlb-packing fixed --wlb-global-batches 3": [],
         "--wlb-outlier-thresholds 7,9": ["--wlb-outlier-thresholds is of --wlb-packing wlb, and packing is adaptive"],
-        "--wlb-packing fixed --wlb-max-delay-steps 20": [
-            "--wlb-max-delay-steps is of --wlb-packing adaptive, and packing is fixed"
+        "--wlb-packing original --wlb-max-delay-steps 20": [
+            "--wlb-max-delay-steps is of --wlb-packing adaptive, and packing is original"
         ],
     }.items():
         assert without_effect(parser.parse_args(text.split())) == said

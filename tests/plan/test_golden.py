@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.fixed import FixedPacking
 from megatron_wlb import MODELS, Packer, PlanSettings, Samples, make_job, plan_step, windows
 from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.fixed import FixedPacking
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.metrics import original_work

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.fixed import FixedPacking
 from megatron_wlb import _native
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.pipeline.timeline import cost_weights, makespans

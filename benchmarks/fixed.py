@@ -1,5 +1,9 @@
-"""Fixed-4D: greedy packing of k global batches into windows (paper, section 3.2)."""
+"""Fixed-4D: greedy packing of k global batches into windows (paper, section 3.2).
 
+torchrun ... -m benchmarks.fixed CHECKOUT/pretrain_gpt.py FLAGS --wlb --wlb-packing fixed
+"""
+
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_wlb.job import Job, Packing
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.settings import setting
 from megatron_wlb.types import DOCUMENT, Draw, PackedBatch, document_work
 
@@ -142,3 +147,17 @@ def _split(documents: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         rest["offset"][0] += taken
         rest["length"][0] -= taken
     return first, rest
+
+
+def main() -> None:
+    """Train with this policy as one of `--wlb-packing`."""
+    if cut := {"--sft", "--mtp-num-layers"} & set(sys.argv):
+        raise SystemExit(f"--wlb-packing fixed cuts what {cut.pop()} needs whole; leave that out")
+    from megatron_wlb import run  # before megatron is imported
+
+    POLICIES[FixedPacking.name] = FixedPacking
+    run.main()
+
+
+if __name__ == "__main__":
+    main()
