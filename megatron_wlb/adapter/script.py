@@ -131,6 +131,10 @@ def _parsing(original: Any, given: set[str]) -> Any:
 
         parsed: Namespace = original(provider, ignore_unknown_args)
         given.update(given_in(parsers[0]))
+        if "wlb" not in given and any(name.startswith("wlb_") for name in given - {"wlb_digest"}):
+            words = [word for word in sys.argv if word.startswith(("--wlb-", "--no-load-wlb"))]
+            with one_line():
+                raise ValueError(f"{' '.join(words)} without --wlb; give --wlb too, or leave them out")
         if "wlb" in given and not ignore_unknown_args:  # with which upstream looks ahead for a few flags
             parsed.wlb_dataloader_type = parsed.dataloader_type
             if not parsed.use_checkpoint_args:

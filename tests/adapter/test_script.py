@@ -101,6 +101,10 @@ def test_the_health_check_of_images():
         ([*RUN, SCRIPT, *CPU, "--wlb", *MODEL, "--attention-dropout", "0.1"], "--attention-dropout is 0.1; packed"),
         ([OURS, *CPU, "--wlb", "--yaml-cfg", "CITATION.cff"], "--yaml-cfg is not supported; give flags"),
         ([OURS, *MODEL, *CPU], "with --wlb only; give it, or run upstream's script: python -m megatron_wlb.run"),
+        (
+            [*RUN, SCRIPT, *CPU, *MODEL, "--wlb-log", "log", "--no-load-wlb"],
+            "--wlb-log --no-load-wlb without --wlb; giv",
+        ),
         ([OURS, "--wlb", *MODEL], "torch sees no GPU on this machine; .*give --distributed-backend gloo to train on"),
         (
             [OURS, "--wlb", *MODEL, *CPU, "--data-path", "no\n\x1b[31mwhere"],
