@@ -19,7 +19,7 @@ from benchmarks import results
 from benchmarks.lengths import f2
 from benchmarks.peers import Ranks, nemo_rl, slime, verl
 from benchmarks.results import Row, at_least, at_most
-from megatron_wlb import MODELS, Job, Parallel, PlanSettings, balance, make_job
+from megatron_wlb import MODELS, Job, Parallel, balance, make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.sharding import select
 from megatron_wlb.simulate.step import simulate_step
@@ -42,7 +42,6 @@ def sequences(count: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def job_of(parallel: Parallel) -> Job:
-    """Weight gradients stay in the passes, as in these loops."""
     return make_job(
         model=MODELS["llama2-7b"],
         parallel=parallel,
@@ -50,7 +49,6 @@ def job_of(parallel: Parallel) -> Job:
         global_batch_size=parallel.dp,
         max_tokens=LONGEST,
         profile=load_profile("h100-fa2"),
-        settings=PlanSettings(defer_weight_gradients="off"),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.results import Row
 from benchmarks.training_cpu import Steps
 from megatron_wlb.pipeline.schedule import Schedule
-from megatron_wlb.pipeline.timeline import WeightGradients, makespans, run_deferred
+from megatron_wlb.pipeline.timeline import makespans
 
 
 class Costs(NamedTuple):
@@ -41,12 +41,12 @@ def fit(steps: Steps) -> Costs:
     return Costs(round(ratio(pairs)), ratio(kernel))
 
 
-def critical_path(layout: str, busy: np.ndarray, weights: np.ndarray | None = None, group: int | None = None) -> float:
+def critical_path(layout: str, busy: np.ndarray, group: int | None = None) -> float:
     """Time of a step that computing takes, of busy times float64 [ranks, micro-batches of a rank], in their unit.
 
     The slower rank under data parallelism. Under context parallelism the slower rank of every micro-batch, since ranks
-    wait for each other within it. In a pipeline 1F1B, interleaved with VPP=2, of the mean over stages; `weights` are
-    the deferred part of `busy`, and `group` is the schedule's.
+    wait for each other within it. In a pipeline 1F1B, interleaved with VPP=2, of the mean over stages; `group` is
+    the schedule's.
     """
     if layout.startswith("DP"):
         return float(busy.sum(axis=1).max())
@@ -55,18 +55,10 @@ def critical_path(layout: str, busy: np.ndarray, weights: np.ndarray | None = No
     chunks, (stages, count) = 2 if "VPP=2" in layout else 1, busy.shape
     sizes = {"num_stages": stages, "num_micro_batches": count, "num_chunks": chunks, "group_size": group}
     schedule = Schedule(**sizes, hidden_transfers=chunks > 1)
-    mean = busy.mean(axis=0)
-    if weights is None or not weights.any():
-        # In whole numbers, a third of a pass forward and two backward.
-        scale = 2**40 / busy.sum()
-        work = np.rint(mean * scale).astype(np.int64)
-        return float(makespans(schedule, work[None])[0]) / 3 / scale / chunks
-    counts = np.ones((stages, chunks), np.int64)
-    counts[-1, -1] += 1  # the output layer's
-    shape = stages, chunks, count
-    deferred = WeightGradients.alike(counts, np.broadcast_to(weights.mean(axis=0) / chunks, shape))
-    passes = np.broadcast_to(mean / 3 / chunks, shape)
-    return run_deferred(schedule, passes, 2 * passes, 0.0, deferred)[0].makespan
+    # In whole numbers, a third of a pass forward and two backward.
+    scale = 2**40 / busy.sum()
+    work = np.rint(busy.mean(axis=0) * scale).astype(np.int64)
+    return float(makespans(schedule, work[None])[0]) / 3 / scale / chunks
 
 
 def even_path(layout: str, busy: np.ndarray, count: int | None = None) -> float:
@@ -86,14 +78,13 @@ def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int
         sums["tokens"] += of_ranks[0]["tokens"]
         for key in ("seconds", "other"):
             sums[key] += float(np.mean([step[key] for step in of_ranks]))
-        busy, weights = (np.array([step[key] for step in of_ranks]) for key in ("busy", "weights"))
-        group = of_ranks[0]["group"]
-        sums["critical"] += critical_path(layout, busy, weights, group)
+        busy, group = np.array([step["busy"] for step in of_ranks]), of_ranks[0]["group"]
+        sums["critical"] += critical_path(layout, busy, group)
         sums["even"] += even_path(layout, busy, count)
         sums["ideal"] += busy.sum() / len(busy)
         for name, model in models.items():
             work = np.array([model.work(layout, step) for step in of_ranks])
-            sums[f"{name} critical"] += critical_path(layout, work, work * weights / busy, group)
+            sums[f"{name} critical"] += critical_path(layout, work, group)
             sums[f"{name} even"] += even_path(layout, work, count)
             sums[f"{name} ideal"] += work.sum() / len(work)
         if layout.startswith("PP"):  # whose stages differ by more than micro-batches

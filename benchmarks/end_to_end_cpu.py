@@ -65,12 +65,12 @@ class Size(NamedTuple):
     rounds: int
 
 
-PLAIN = "--wlb-packing original --wlb-cp-sharding per-sequence --wlb-defer-weight-gradients off"
+PLAIN = "--wlb-packing original --wlb-cp-sharding per-sequence"
 CP, PP = "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
 LAYOUTS = (
     Layout("DP=2", "", {"plain": PLAIN, "--wlb": ""}, 0.9),
     Layout("CP=2", CP, {"plain": PLAIN, "auto sharding alone": "--wlb-packing original", "--wlb": ""}, 0.9),
-    Layout("PP=2", PP, {"plain": PLAIN, "--wlb, not deferred": "--wlb-defer-weight-gradients off", "--wlb": ""}),
+    Layout("PP=2", PP, {"plain": PLAIN, "--wlb": ""}),
     Layout(
         "PP=2 VPP=2",
         f"{PP} --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",

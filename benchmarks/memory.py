@@ -15,7 +15,6 @@ from benchmarks.results import at_most
 
 STEPS, CARD = 3, 80
 GIVEN = "--vocab-size 32000 --wlb-attention-backend aten"
-OFF = "--wlb-defer-weight-gradients off"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LOCAL = "--transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-masked-softmax-fusion"
 SMALL = f"""pretrain_gpt.py --wlb --mock-data --wlb-mock-lengths F2 --hidden-size 1024 --num-attention-heads 32
@@ -26,9 +25,7 @@ SMALL = f"""pretrain_gpt.py --wlb --mock-data --wlb-mock-lengths F2 --hidden-siz
 """Of little width: the order of calls does not go by it."""
 JOBS = {
     **{f"{size}.sbatch": (f"{size} {GIVEN}", "stages") for size in ("7b", "30b", "70b")},
-    **{f"{size}.sbatch, no deferral": (f"{size} {GIVEN} {OFF}", "stages") for size in ("7b", "30b", "70b")},
     "550m.sbatch": (f"550m {GIVEN}", "all"),
-    "550m.sbatch, no deferral": (f"550m {GIVEN} {OFF}", "all"),
     "7b.sbatch, all recomputed": (f"7b {GIVEN} {FULL}", "stages"),
     "550m.sbatch, upstream's layers": (f"550m {GIVEN} {LOCAL}", "stages"),
     "550m.sbatch, upstream's layers, all recomputed": (f"550m {GIVEN} {LOCAL} {FULL}", "stages"),

@@ -23,7 +23,7 @@ from benchmarks import attention, cp_peers, results
 from benchmarks.lengths import DATA, padded
 from benchmarks.results import Row
 from megatron_wlb.cli.profile import predict as predict_times
-from megatron_wlb.cost.linear import memory_bound, products
+from megatron_wlb.cost.linear import memory_bound, output_matrix, products
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tp_overlap
 from megatron_wlb.hardware.profile import Profile, load_profile
@@ -229,7 +229,6 @@ def job_of(row: Row, run: Run) -> Job:
         recompute=Recompute(granularity="full" if recompute.startswith("full") else None),
         tp_overlap=tp_overlap(tp) if run.tp_comm_overlap else 0.0,
         cp_exchange="ring",
-        defer_weight_gradients=False,
         hidden_transfers=False,
     ).sharded(cp_sharding="per-document")
 
@@ -243,7 +242,7 @@ def changed(row: Row, job: Job, passes: Passes, run: Run) -> Passes:
         backward += layers * memory_bound(job, passes.rows)[0]
     if run.lora:
         backward -= layers * products(job, model.matrices, passes.rows).weights
-        backward[-1, -1] -= passes.weights[1]
+        backward[-1, -1] -= products(job, [output_matrix(job)], passes.rows).weights
     if run.fsdp and not run.tp_comm_overlap:
         backward += layers * ((1.5 + is_full) * first.tensor - last.tensor)
     if run.fsdp and job.parallel.pp == 1 and job.parallel.num_gpus > job.parallel.tp:

@@ -53,7 +53,7 @@ WINDOWS = 4
 """Of a step, on two cores."""
 STEPS, ROUNDS = 3, 2
 LAYOUTS = {"DP=2": "", "CP=2": "--context-parallel-size 2", "PP=2": "--pipeline-model-parallel-size 2"}
-AS_UPSTREAM = "--wlb-packing original --wlb-cp-sharding per-document --wlb-defer-weight-gradients off"
+AS_UPSTREAM = "--wlb-packing original --wlb-cp-sharding per-document"
 FORMAT, FORMAT_TOKENS = "nemotron-nano-v2", 30
 """Its name, and its tokens around a question and its answer, whose letters are tokens."""
 GPUS = Case("8B CP8", WINDOW, 16, 1), Case("8B CP4 PP2", WINDOW, 16, 1)
@@ -138,9 +138,9 @@ def totals(layout: str, ranks: list[Steps]) -> Row:
     """Time by the clock, and time of computing of a round."""
     sums = {"seconds": 0.0, "computing": 0.0}
     for of_ranks in zip(*ranks, strict=True):
-        busy, weights = (np.array([step[key] for step in of_ranks]) for key in ("busy", "weights"))
+        busy = np.array([step["busy"] for step in of_ranks])
         sums["seconds"] += float(np.mean([step["seconds"] for step in of_ranks]))
-        sums["computing"] += critical_path(layout, busy, weights, of_ranks[0]["group"])
+        sums["computing"] += critical_path(layout, busy, of_ranks[0]["group"])
         sums["computing"] += float(np.mean([step["other"] for step in of_ranks]))
     return sums
 

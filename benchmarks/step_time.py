@@ -137,7 +137,6 @@ def job_of(case: Case, *, wider: int = 1, **changes: Any) -> Job:
         "parallel": parallel,
         "packing": AdaptivePacking(),
         "profile": load_profile(DEFAULT_PROFILE),
-        "device_bytes": H100_BYTES,
     }
     return make_job(**given | changes)
 
@@ -158,8 +157,6 @@ def schemes(case: Case, data: Samples) -> Iterator[tuple[str, Job]]:
     yield ACROSS, as_megatron(ours)
     yield "paper", replace(as_megatron(ours, cp_sharding="wlb", cp_exchange="all"), packing=WlbPacking())
     yield "ours, M = N", ours
-    if ours.defer_weight_gradients:
-        yield "ours, M = N, not deferred", replace(ours, defer_weight_gradients=False)
     best = auto()
     yield OURS, best
     yield DELAY, auto(packing=AdaptivePacking(max_delay_steps=30))
@@ -319,7 +316,7 @@ def draw(folder: Path) -> Path:
     jobs = dict(schemes(DRAWN, data))
     steps = typical(data, [jobs[RING], jobs[OURS]])
     figure, limit = results.figure(10, 4), limit_time(steps[1])
-    colors = {"F": "#0072b2", "B": "#d55e00", "W": "#009e73"}
+    colors = {"F": "#0072b2", "B": "#d55e00"}
     drawn = figure.subplots(len(steps), sharex=True)
     for axes, title, step in zip(drawn, ("Megatron", "--wlb, the same tokens"), steps, strict=True):
         for event in trace_of(step)["traceEvents"]:
@@ -335,11 +332,10 @@ def draw(folder: Path) -> Path:
         axes.set_title(
             f"{title}: {100 * limit / step.time:.0f} % of the speed without idle time", loc="left", fontsize=10
         )
-    words = ("forward", "backward", "deferred weight gradients")
     drawn[-1].set_xlabel("time; 1: the same work if no GPU ever waited (white: idle)")
-    for color, word in zip(colors.values(), words, strict=True):
+    for color, word in zip(colors.values(), ("forward", "backward"), strict=True):
         drawn[0].broken_barh([], (0, 1), color=color, label=word)
-    drawn[0].legend(loc="upper right", ncols=3, fontsize=8, bbox_to_anchor=(1, 1.3), frameon=False)
+    drawn[0].legend(loc="upper right", ncols=2, fontsize=8, bbox_to_anchor=(1, 1.3), frameon=False)
     return results.save(figure, "step_time", folder)
 
 

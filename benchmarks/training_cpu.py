@@ -34,8 +34,8 @@ VOCABULARY = 255
 """Tokens are below it, as bytes of UTF-8 are, and it ends a document."""
 Steps = list[Row]
 """The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens" and "group"
-(`Parallel.group_size`); and for each micro-batch of the rank the CPU time of its passes, "busy", the deferred weight
-gradients among it, "weights", and the sizes that planning knows: "rows", "pairs", "kernel_us"."""
+(`Parallel.group_size`); and for each micro-batch of the rank the CPU time of its passes, "busy", and the
+sizes that planning knows: "rows", "pairs", "kernel_us"."""
 
 
 def write_dataset(folder: Path, lengths: np.ndarray, text: bytes | None = None) -> str:
@@ -77,13 +77,13 @@ def train(argv: list[str], first: int) -> Steps:
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import cpu, wgrad
+    from megatron_wlb.adapter import cpu
     from megatron_wlb.plan import step
 
     steps: Steps = []
     costs: dict[int, Row] = {}
     orders: dict[int, list[int]] = {}
-    passes: dict[str, list[float]] = {"forward": [], "backward": [], "weights": []}
+    passes: dict[str, list[float]] = {"forward": [], "backward": []}
     setup, train_step, plan_packed = training.setup_model_and_optimizer, training.train_step, step.plan_packed
     last = [0.0, 0.0]
 
@@ -103,17 +103,15 @@ def train(argv: list[str], first: int) -> Steps:
         return result
 
     def train_step_timed(*args: Any, **kwargs: Any) -> Any:
-        passes.update(forward=[], backward=[], weights=[])
+        passes.update(forward=[], backward=[])
         result = train_step(*args, **kwargs)
         now = [time.perf_counter(), time.thread_time()]
         number = first - 1 + len(steps)
         cost, order = costs[number], orders[number]
         both = [sum(parts) for parts in zip(passes["forward"], passes["backward"], strict=True)]
         # Backward goes through the virtual stages from the last one, and through micro-batches in the same order.
-        rows, by_micro_batch = np.array(cost["rows"]), np.bincount(order, weights=both)
-        weights = sum(passes["weights"]) * rows / rows.sum()  # products with as many rows
         seconds, computing = (end - begin for begin, end in zip(last, now, strict=True))
-        step = {"seconds": seconds, "busy": (by_micro_batch + weights).tolist(), "weights": weights.tolist()}
+        step = {"seconds": seconds, "busy": np.bincount(order, weights=both).tolist()}
         steps.append(step | {"other": computing - sum(step["busy"])} | cost)
         last[:] = now
         return result
@@ -127,7 +125,6 @@ def train(argv: list[str], first: int) -> Steps:
 
     schedules.forward_step = busy(schedules.forward_step, "forward")
     schedules.backward_step = busy(schedules.backward_step, "backward")
-    wgrad.Step._run = busy(wgrad.Step._run, "weights")  # type: ignore[method-assign]
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
     step.plan_packed = plan_kept
     pretrain([*argv, "--distributed-backend", "gloo", *cpu.FLAGS])

@@ -155,21 +155,9 @@ Array<int64_t> place(const py::array& work, size_t dp, int64_t total_weight, int
       .reshape({static_cast<py::ssize_t>(dp), py::ssize_t{-1}});
 }
 
-// Start, end, filled, before and left, as pipeline/timeline.py has them.
-py::tuple play(const py::handle& graph, const Array<double>& times, size_t num_passes, size_t num_stages,
-               size_t per_stage, const py::handle& parts) {
-  const auto nodes = value<Array<int64_t>>(graph, "nodes"), first = value<Array<int64_t>>(graph, "first"),
-             second = value<Array<int64_t>>(graph, "second"), bounds = value<Array<int64_t>>(parts, "bounds");
-  const auto part = value<Array<double>>(parts, "times"), held = value<Array<double>>(parts, "held"),
-             needs = value<Array<double>>(parts, "needs"), steps = value<Array<double>>(parts, "steps"),
-             limit = value<Array<double>>(parts, "limit");
-  const wlb::Graph nodes_of{nodes.data(), first.data(), second.data(), times.data(), static_cast<size_t>(times.size()),
-                            num_passes,   num_stages,   per_stage};
-  const wlb::Parts deferred{bounds.data(), part.data(),  held.data(),
-                            needs.data(),  steps.data(), limit.data(), value<int64_t>(parts, "urgent")};
-  const wlb::Played played = without_gil([&] { return wlb::play(nodes_of, deferred); });
-  return py::make_tuple(array(played.start), array(played.end), array(played.filled), array(played.before),
-                        array(played.left));
+Array<double> node_ends(const Array<int64_t>& first, const Array<int64_t>& second, const Array<double>& times) {
+  const auto size = static_cast<size_t>(times.size());
+  return array(without_gil([&] { return wlb::node_ends(first.data(), second.data(), times.data(), size); }));
 }
 
 }  // namespace
@@ -197,5 +185,5 @@ PYBIND11_MODULE(_native, module) {
   module.def("makespans", &makespans<int64_t>, "first"_a, "second"_a, "end"_a, "time"_a, "num_slots"_a,
              py::arg("work").noconvert());
   module.def("place", &place, "work"_a, "dp"_a, "total_weight"_a, "largest_weight"_a);
-  module.def("play", &play, "graph"_a, "times"_a, "num_passes"_a, "num_stages"_a, "per_stage"_a, "parts"_a);
+  module.def("node_ends", &node_ends, "first"_a, "second"_a, "times"_a);
 }

@@ -111,44 +111,10 @@ std::vector<int64_t> place(const std::vector<int64_t>& work, size_t dp, int64_t 
   return placement.rows();
 }
 
-Played play(const Graph& graph, const Parts& parts) {
-  struct Stage {
-    std::vector<int64_t> queue;  // parts in order, of which `done` have run
-    size_t done = 0;
-    double free = 0, used = 0;
-  };
-  const size_t passes = graph.num_passes;
-  Played played{std::vector<double>(passes), std::vector<double>(passes), std::vector<double>(passes),
-                std::vector<double>(graph.num_stages), std::vector<int64_t>(passes)};
-  std::vector<Stage> stages(graph.num_stages);
-  std::vector<double> ends(graph.size + 1);
-  for (size_t k = 0; k < graph.size; ++k) {
-    double at = std::max(ends[graph.first[k]], ends[graph.second[k]]);
-    const int64_t node = graph.nodes[k];
-    if (static_cast<size_t>(node) < passes) {
-      const size_t number = node / graph.per_stage % graph.num_stages;
-      Stage& stage = stages[number];
-      double ready = stage.free;
-      for (; node < parts.urgent && stage.done < stage.queue.size(); ++stage.done) {
-        const int64_t part = stage.queue[stage.done];
-        if (ready + parts.times[part] > at && stage.used + parts.needs[node] <= parts.limit[number]) break;
-        ready += parts.times[part];
-        stage.used -= parts.held[part];
-      }
-      played.filled[node] = ready - stage.free;
-      played.before[node] = static_cast<int64_t>(stage.done);
-      stage.used += parts.steps[node];
-      for (int64_t part = parts.bounds[node]; part < parts.bounds[node + 1]; ++part) stage.queue.push_back(part);
-      played.start[node] = at = std::max(at, ready);
-      played.end[node] = stage.free = at + graph.times[k];
-    }
-    ends[k + 1] = at + graph.times[k];
-  }
-  for (size_t number = 0; number < stages.size(); ++number) {
-    const Stage& stage = stages[number];
-    for (size_t k = stage.done; k < stage.queue.size(); ++k) played.left[number] += parts.times[stage.queue[k]];
-  }
-  return played;
+std::vector<double> node_ends(const int64_t* first, const int64_t* second, const double* times, size_t size) {
+  std::vector<double> ends(size + 1);
+  for (size_t k = 0; k < size; ++k) ends[k + 1] = std::max(ends[first[k]], ends[second[k]]) + times[k];
+  return ends;
 }
 
 }  // namespace wlb

@@ -38,26 +38,8 @@ std::vector<Time> makespans(const PassGraph& graph, const Time* work, size_t cou
   return last;
 }
 
-// `Graph` of pipeline/graph.py and the times of its nodes.
-struct Graph {
-  const int64_t *nodes, *first, *second;
-  const double* times;
-  size_t size, num_passes, num_stages, per_stage;  // per_stage: passes of one direction on one stage
-};
-
-// `Parts` of pipeline/play.py.
-struct Parts {
-  const int64_t* bounds;
-  const double *times, *held, *needs, *steps, *limit;
-  int64_t urgent;
-};
-
-struct Played {
-  std::vector<double> start, end, filled, left;
-  std::vector<int64_t> before;
-};
-
-Played play(const Graph& graph, const Parts& parts);
+// When the nodes of `Graph` of pipeline/graph.py end, after a zero for the beginning of the step.
+std::vector<double> node_ends(const int64_t* first, const int64_t* second, const double* times, size_t size);
 
 // Micro-batches by rank, ascending; throws std::invalid_argument where not each rank can have as many. Work is not
 // negative, and (total_weight * its size + largest_weight) * the largest fits 64 bits.

@@ -4,8 +4,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_wlb.hardware.profile import KernelModel
-from megatron_wlb.pipeline.graph import Graph
-from megatron_wlb.pipeline.timeline import Parts
 from megatron_wlb.sharding.select import RoundCosts
 
 MAX_TOKENS: int
@@ -69,6 +67,6 @@ def makespans[Time: (np.float64, np.int64)](
     work: NDArray[Time],
 ) -> NDArray[Time]: ...
 def place(work: np.ndarray, dp: int, total_weight: int, largest_weight: int) -> NDArray[np.int64]: ...
-def play(
-    graph: Graph, times: NDArray[np.float64], num_passes: int, num_stages: int, per_stage: int, parts: Parts
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]: ...
+def node_ends(
+    first: NDArray[np.int64], second: NDArray[np.int64], times: NDArray[np.float64]
+) -> NDArray[np.float64]: ...

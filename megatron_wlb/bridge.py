@@ -136,7 +136,7 @@ class _Run(Callback):  # type: ignore[misc]
             # What `configure` wants of upstream's model config; a provider is its own transformer config.
             spec = model.transformer_layer_spec
             built = SimpleNamespace(transformer=model, transformer_layer_spec=spec, pre_wrap_hooks=[])
-            self._training.configure(built, cfg.ddp)
+            self._training.configure(built)
             model.transformer_layer_spec = built.transformer_layer_spec
             for hook in built.pre_wrap_hooks:
                 model.register_pre_wrap_hook(hook)

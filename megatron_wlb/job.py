@@ -188,12 +188,8 @@ class Job:
     """Which K and V context-parallel ranks exchange. shared: needed rows of documents on several ranks, in rounds.
     latents: the same rows as latents, before attention. all: all documents by one all-gather, as in the paper. ring:
     all documents from rank to rank (`--cp-comm-type p2p`); thd_ring: with the tiles of TransformerEngine's ring."""
-    defer_weight_gradients: bool = False
-    """Weight gradients fill idle time of their stage (`simulate.weight_gradients`)."""
     hidden_transfers: bool = True
     """Transfers between interleaved stages overlap passes (`pipeline.Schedule`). Off by Megatron's defaults."""
-    activation_bytes: int | None = None
-    """Memory for the activations of a stage; None: unknown."""
     profile: Profile
     tp_overlap: float = 0.0
     """Share of tensor-parallel communication that overlaps matrix products: `--tp-comm-overlap`."""

@@ -198,7 +198,7 @@ void stress_pipeline(Choices& choose) {
   std::sort(placed.begin(), placed.end());
   for (int64_t i = 0; i < total; ++i) require(placed.at(static_cast<size_t>(i)) == i, "a micro-batch is on one rank");
 
-  // A chain of passes ends after all of them, and so it does if they leave parts to their stage.
+  // A chain of passes ends after all of them.
   const auto width = static_cast<size_t>(choose.between(1, 40)), count = static_cast<size_t>(choose.between(1, 40));
   std::vector<int32_t> slot(2 * width), before(2 * width, static_cast<int32_t>(2 * width));
   std::iota(slot.begin(), slot.end(), 0);
@@ -212,19 +212,12 @@ void stress_pipeline(Choices& choose) {
     require(static_cast<double>(ends[k]) == same[k], "doubles are exact");
   }
 
-  const int64_t passes = choose.between(1, 40);
-  Int64s nodes(static_cast<size_t>(passes)), bounds{0};
+  Int64s nodes(static_cast<size_t>(choose.between(1, 40)));
   std::iota(nodes.begin(), nodes.end(), 0);
-  for (int64_t k = 0; k < passes; ++k) bounds.push_back(bounds.back() + choose.between(0, 3));
-  const auto times = choose.numbers(passes, 0, 100), part = choose.numbers(bounds.back(), 0, 100),
-             held = choose.numbers(bounds.back(), 0, 100), needs = choose.numbers(passes, 0, 100),
-             steps = choose.numbers(passes, -100, 100), memory = choose.numbers(1, 0, 100);
-  const wlb::Played played = wlb::play(
-      {nodes.data(), nodes.data(), nodes.data(), times.data(), nodes.size(), nodes.size(), 1, nodes.size()},
-      {bounds.data(), part.data(), held.data(), needs.data(), steps.data(), memory.data(), choose.between(0, passes)});
-  require(played.end.back() + played.left[0] == std::accumulate(times.begin(), times.end(), 0.0) +
-                                                    std::accumulate(part.begin(), part.end(), 0.0),
-          "passes and parts follow each other");
+  const auto times = choose.numbers(static_cast<int64_t>(nodes.size()), 0, 100);
+  require(wlb::node_ends(nodes.data(), nodes.data(), times.data(), nodes.size()).back() ==
+              std::accumulate(times.begin(), times.end(), 0.0),
+          "nodes follow each other");
 }
 
 void stress(Choices& choose) {

@@ -14,8 +14,7 @@ from megatron.core import mpu
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_wlb.job import Job
-from megatron_wlb.pipeline.timeline import WeightGradients, run, run_deferred
-from megatron_wlb.simulate.weight_gradients import part_counts
+from megatron_wlb.pipeline.timeline import run
 
 Span = tuple[Any, Any]
 """Start and end, as returned by `_now`."""
@@ -35,11 +34,11 @@ class Clock:
     def measure(self, job: Job) -> None:
         """Record this forward-backward pass: it belongs to a training step of this job, to be measured."""
         self._job = job
-        self._spans = {"forward": [], "backward": [], "weights": [], "exchange": []}
+        self._spans = {"forward": [], "backward": [], "exchange": []}
 
     @contextlib.contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Time a "forward" or "backward" pass, deferred "weights" or an "exchange"."""
+        """Time a "forward" or "backward" pass, or an "exchange"."""
         if self._spans is None:
             yield
             return
@@ -79,14 +78,12 @@ class Clock:
             return None
         parallel, stage = self._job.parallel, mpu.get_pipeline_model_parallel_rank()
         chunks = self._job.schedule().table()[:, 1]
-        passes = np.zeros((3, parallel.pp, parallel.vpp))
+        passes = np.zeros((2, parallel.pp, parallel.vpp))
         for direction, (name, of) in enumerate((("forward", chunks), ("backward", parallel.vpp - 1 - chunks))):
             seconds = [_seconds(*span) for span in self._spans[name]]
             np.add.at(passes[direction, stage], of, seconds)
-        exchange, weights = (sum(_seconds(*span) for span in self._spans[name]) for name in ("exchange", "weights"))
-        passes[2, stage] = weights / parallel.vpp
-        ends = [self._spans[name][-1][1] for name in ("backward", "weights") if self._spans[name]]
-        span = max(_seconds(self._began, end) for end in ends)
+        exchange = sum(_seconds(*span) for span in self._spans["exchange"])
+        span = _seconds(self._began, self._spans["backward"][-1][1])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         sums = torch.tensor([*passes.ravel(), exchange], device=device, dtype=torch.float64)
         longest = torch.tensor([span], device=device, dtype=torch.float64)
@@ -107,19 +104,12 @@ def measured_shares(job: Job, passes: np.ndarray, exchange: float, span: float, 
     wait for a slower context-parallel rank.
 
     Args, in one unit of time:
-        passes: mean of a forward pass, a backward pass and its deferred weight gradients, float64 [3, stages, chunks].
+        passes: mean of a forward and of a backward pass, float64 [2, stages, chunks].
         exchange: mean over ranks of exchange waits in a step.
         span: from the start of the step to the end of the last pass on any rank.
         step: time of the step.
     """
-    forward, backward, weights = passes[:, :, :, None]
-    schedule, backward = job.schedule(), backward + weights
-    if job.defer_weight_gradients:
-        each = np.repeat(weights, job.micro_batches_per_rank, axis=2)
-        parts = WeightGradients.alike(part_counts(job), each)
-        alike = run_deferred(schedule, forward, backward, 0.0, parts)[0].makespan
-    else:
-        alike = run(schedule, forward, backward).makespan
+    alike = run(job.schedule(), *passes[:, :, :, None]).makespan
     in_passes = float(passes.sum()) * job.micro_batches_per_rank / job.parallel.pp
     times = {
         "busy": in_passes - exchange + step - span,

@@ -43,7 +43,6 @@ def check(args: Namespace) -> None:
         settings,
         memory_budget=None,
         max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens,
-        defer_weight_gradients="off",
     )
     windows = a.global_batch_size or max(1, (a.world_size or 1) // a.model_parallel_size)
     try:
@@ -149,7 +148,6 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
             whole_documents=False,
             global_batch_size=count,
             num_micro_batches=count,
-            defer_weight_gradients=False,
         )
     except ValueError as error:
         raise ValueError(f"evaluation (--eval-global-batch-size): {error}") from error

@@ -6,8 +6,7 @@ keeps as many of the last outputs and gradients as there are stages instead.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,15 +33,12 @@ def connect(job: Job, device: torch.device) -> None:
             used.append(of_gradients(groups.cp))
     for group in used:  # of one rank, too: upstream calls these alike
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    last, ring = job.parallel.pp - 1, job.parallel.vpp > 1
-    if not last or not ((ring and job.hidden_transfers) or job.defer_weight_gradients):
+    if job.parallel.vpp == 1 or not job.hidden_transfers:
         return  # no stages, or upstream batches their transfers, which take the group's communicator
-    # Each pair of neighbours has one of its own in each direction; without virtual stages, ends are no neighbours.
+    # Each pair of neighbours has one of its own in each direction.
     group = groups.pp
     tensors = {
-        f"tensor_{way}_{other}": torch.zeros(1, device=device) if ring or group.rank() != end else None
-        for other, end in (("prev", 0), ("next", last))
-        for way in ("send", "recv")
+        f"tensor_{way}_{other}": torch.zeros(1, device=device) for other in ("prev", "next") for way in ("send", "recv")
     }
     neighbours = {
         f"{other}_pipeline_rank": dist.get_global_rank(group, (group.rank() + step) % group.size())
@@ -55,17 +51,10 @@ def connect(job: Job, device: torch.device) -> None:
 class PlannedP2PCommunicator(P2PCommunicator):
     """Receives [rows[m], 1, hidden] for micro-batch m, in one forward-backward pass.
 
-    `rows`: of each micro-batch of this data-parallel rank on one GPU, in order. `fill`: called between posting
-    transfers and waiting for them; needs `batch_p2p_comm` off in the config.
+    `rows`: of each micro-batch of this data-parallel rank on one GPU, in order.
     """
 
-    def __init__(
-        self,
-        pp_group: dist.ProcessGroup,
-        config: Any,
-        rows: Sequence[int],
-        fill: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any, rows: Sequence[int]) -> None:
         super().__init__(pp_group=pp_group, config=config)
         schedule = Schedule(
             num_stages=pp_group.size(),
@@ -74,26 +63,18 @@ class PlannedP2PCommunicator(P2PCommunicator):
             group_size=config.microbatch_group_size_per_vp_stage,
         )
         forward, backward = schedule.receive_order(pp_group.rank())
-        self._rows, self._fill = rows, fill
-        self._forward, self._backward = iter(forward), iter(backward)
+        self._rows, self._forward, self._backward = rows, iter(forward), iter(backward)
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
     def _communicate(self, *, wait_on_reqs: bool = True, **rest: Any) -> Any:
-        if wait_on_reqs and self._fill is None:
+        if wait_on_reqs:
             return super()._communicate(**rest)
         *received, requests = super()._communicate(wait_on_reqs=False, **rest)
-        if not wait_on_reqs:
-            for name in ("send_next", "send_prev"):
-                if name in requests:
-                    self._sent.append((requests.pop(name), rest[f"tensor_{name}"].detach()))
-            self.settle(self.pp_group.size())
-        if self._fill is not None:
-            requests = {name: _filled(request, self._fill) for name, request in requests.items()}
-        if not wait_on_reqs:
-            return *received, requests
-        for request in requests.values():
-            request.wait()
-        return *received, None
+        for name in ("send_next", "send_prev"):
+            if name in requests:
+                self._sent.append((requests.pop(name), rest[f"tensor_{name}"].detach()))
+        self.settle(self.pp_group.size())
+        return *received, requests
 
     def settle(self, kept: int = 0) -> None:
         """Wait for all pending sends but the last `kept`."""
@@ -133,13 +114,3 @@ def by_direction(original: Any) -> Any:
         return requests
 
     return p2p_ops
-
-
-def _filled(request: Any, fill: Callable[[], None]) -> Any:
-    """Return a request that calls `fill` before it waits."""
-
-    def wait() -> None:
-        fill()
-        request.wait()
-
-    return SimpleNamespace(wait=wait)

@@ -205,7 +205,7 @@ def _training(original: Any) -> Any:
                 compat.check_script(call["cfg_container"].model, call.get("model_provider"), call["forward_step_func"])
             training = Training(options)
         config = call["cfg_container"]
-        training.configure(config.model, config.ddp)
+        training.configure(config.model)
         call["train_valid_test_dataset_provider"] = _in_one_line(training.dataset_provider)
         call["forward_step_func"] = training.forward_step
         with compat.prebuilt_dataset_helpers(), training.installed():

@@ -86,11 +86,8 @@ def _tile(module: Any, sizes: Sequence[int], ranks: int = 1, linears: list[Any] 
                 output, bias[:] = (result := forward(part, *args, **kwargs))[0], result[1:]
             return output
 
-        with contextlib.ExitStack() as stack:
-            for linear in linears:
-                stack.enter_context(_stored_together(linear, len(tiles)))
-            weights = [weight for weight in module.parameters() if weight.requires_grad]
-            output = _Tiles.apply(run, tiles, ranks, torch.is_grad_enabled(), x, *weights)
+        weights = [weight for weight in module.parameters() if weight.requires_grad]
+        output = _Tiles.apply(run, tiles, ranks, torch.is_grad_enabled(), x, *weights)
         return output, *bias
 
     module.forward = tiled
@@ -161,51 +158,6 @@ def _set(linears: list[Any], **values: Any) -> Iterator[None]:
     finally:
         for linear, name, value in given:
             setattr(linear, name, value)
-
-
-# Deferred weight gradients -------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _stored_together(linear: Any, count: int) -> Iterator[None]:
-    """Inside, the weight gradients that `count` forward passes of a layer will defer count as one."""
-    store = getattr(linear, "wgrad_store", None)
-    if store is None or not store.delay_wgrad_compute():
-        yield
-        return
-    linear.wgrad_store = _Together(linear, count)
-    try:
-        yield
-    finally:
-        linear.wgrad_store = store
-
-
-class _Together:
-    """Stands in for a layer's store of deferred weight gradients while a micro-batch runs through it."""
-
-    def __init__(self, linear: Any, count: int) -> None:
-        self._put, self._count = linear.wgrad_store.put, count
-        self._in_buffer = getattr(linear, "ub_overlap_ag_dgrad", False)
-        self._fused = getattr(linear, "fuse_wgrad_accumulation", False)
-        self._tiles: list[tuple[list[Any], Callable[..., Any]]] = []
-
-    def delay_wgrad_compute(self) -> bool:
-        return True
-
-    def put(self, tensors: list[Any], product: Callable[..., Any]) -> None:
-        """Keep the inputs of a tile's weight gradient; after the last tile, store all of them."""
-        x, gradient = tensors
-        # Without the graph, which would keep the chunk's input. The next tile uses the buffer again.
-        self._tiles.append(([x.detach(), gradient.clone() if self._in_buffer else gradient], product))
-        if len(self._tiles) == self._count:
-            inputs = [list(each) for each in zip(*(tensors for tensors, _ in self._tiles), strict=True)]
-            self._put(inputs, partial(_summed, [product for _, product in self._tiles], self._fused))
-
-
-def _summed(products: list[Callable[..., Any]], fused: bool, xs: list[Any], gradients: list[Any]) -> Any:
-    """Weight gradient of all tiles, as `products` return it; `fused` ones have added theirs to main_grad."""
-    results = [product(x, gradient) for product, x, gradient in zip(products, xs, gradients, strict=True)]
-    return results[-1] if fused or results[-1][0] is None else (sum(result[0] for result in results), None)
 
 
 # User buffers --------------------------------------------------------------------------------------------------------

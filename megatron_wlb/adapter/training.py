@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,12 @@ from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
-from megatron_wlb.adapter.wgrad import DeferredWeightGradients, Step, defer
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
-from megatron_wlb.simulate.weight_gradients import part_counts
 
 
 class Training:
@@ -66,8 +64,6 @@ class Training:
         self._splits: dict[str, SplitData] = {}
         self._readings: dict[str, Reading] = {}
         self._batches: dict[str, tuple[Iterator[Batch], ...]] = {}
-        self._weight_gradients: DeferredWeightGradients | None = None
-        self._deferring: Step | None = None
         self._weights: torch.Tensor | None = None
         """Weights of targets by depth and micro-batch without `--wlb`, float32 [1 + depths, micro-batches]; None: 1."""
         self._windows_per_micro_batch = 1.0
@@ -79,20 +75,12 @@ class Training:
         self._digested = 0
         """This rank's part of the step's digest."""
 
-    def configure(self, model: Any, ddp: Any) -> None:
-        """Make upstream build the model of its configs as this run needs it."""
+    def configure(self, model: Any) -> None:
+        """Make upstream build the model of its config as this run needs it."""
         configure(model, options=self.attention, context_length=self._args.seq_length)
         job = self._job
         if job.tp_tile_rows:
             model.pre_wrap_hooks.append(self._tiled(tiles.tile_layers))
-        if job.defer_weight_gradients:
-            # Set after upstream's check of its flags, which allows this only with overlapped expert communication.
-            transformer = model.transformer
-            transformer.delay_wgrad_compute = ddp.delay_wgrad_compute = True
-            # TransformerEngine refuses both in a layer; `defer` lets each layer have one of them.
-            bulk = transformer.tp_comm_overlap and transformer.tp_comm_bulk_wgrad
-            transformer.tp_comm_bulk_wgrad = False
-            model.pre_wrap_hooks.append(functools.partial(defer, bulk=bulk))
 
     def _tiled(self, function: Any) -> Any:
         return functools.partial(function, sizes=self._job.tiles, ranks=self._job.parallel.tp)
@@ -183,8 +171,6 @@ class Training:
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         """Run the forward pass of one micro-batch."""
-        if self._deferring is not None:
-            self._deferring.begin_forward()
         with training.stimer(bdata=True):  # --log-straggler
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions if batch.positions is None else batch.positions
@@ -261,27 +247,25 @@ class Training:
         config = get_model_config(chunks[0])
         if parallel.vpp > 1:
             config.microbatch_group_size_per_vp_stage = self._plans.job(first.split, first.step).schedule(count).group
-        with self._deferred(plan, chunks, config) as fill:
-            communicator = None
-            if parallel.pp > 1:
-                # Every stage knows all lengths before its first receive.
-                ranks = parallel.cp * parallel.sequence_ranks
-                rest["p2p_communicator"] = communicator = PlannedP2PCommunicator(
-                    mpu.get_pipeline_model_parallel_group(),
-                    config,
-                    [m.padded_tokens // ranks for m in plan.micro_batches],
-                    fill,
-                )
-                rest["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-            done = schedule(
-                data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
-                model=model,
-                num_microbatches=count,
-                **rest,
+        communicator = None
+        if parallel.pp > 1:
+            # Every stage knows all lengths before its first receive.
+            ranks = parallel.cp * parallel.sequence_ranks
+            rest["p2p_communicator"] = communicator = PlannedP2PCommunicator(
+                mpu.get_pipeline_model_parallel_group(),
+                config,
+                [m.padded_tokens // ranks for m in plan.micro_batches],
             )
-            if communicator is not None:
-                communicator.settle()
-            return done
+            rest["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+        done = schedule(
+            data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
+            model=model,
+            num_microbatches=count,
+            **rest,
+        )
+        if communicator is not None:
+            communicator.settle()
+        return done
 
     def _drawn(self, data_iterator: Any) -> tuple[Batch, StepPlan, list[Iterator[Batch]]]:
         """Begin a step: its first batch, its plan, and the batches of every model chunk."""
@@ -318,23 +302,6 @@ class Training:
                     collections.deque(feed, maxlen=0)
 
         return dummy_train_step
-
-    @contextlib.contextmanager
-    def _deferred(self, plan: StepPlan, chunks: list[Any], config: Any) -> Iterator[Callable[[], None] | None]:
-        """Defer weight gradients inside; yields `Step.fill`, or None if none."""
-        if plan.weight_gradients_before is None:
-            yield None
-            return
-        stage = mpu.get_pipeline_model_parallel_rank()
-        if self._weight_gradients is None:
-            measured = functools.partial(self._report.clock.span, "weights")
-            self._weight_gradients = DeferredWeightGradients(chunks, part_counts(self._job)[stage], measured)
-        schedule, before = self._job.schedule(len(plan.micro_batches)), plan.weight_gradients_before[:, stage]
-        with self._weight_gradients.step(schedule, stage, before, config) as self._deferring:
-            try:
-                yield self._deferring.fill
-            finally:
-                self._deferring = None
 
     def save(self, iteration: int) -> None:
         """Save what waits after `iteration`, on rank 0 alone."""

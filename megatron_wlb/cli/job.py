@@ -17,7 +17,6 @@ from megatron_wlb.describe.settings import PlanSettings, RunSettings, add_wlb_ar
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE
 from megatron_wlb.job import Job, Packing, Sharding
 from megatron_wlb.model import MODELS, ModelShape
-from megatron_wlb.simulate.memory import H100_BYTES
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
@@ -86,7 +85,7 @@ class Run(NamedTuple):
         a = arguments or self.arguments
         shape = model_of(a, MODELS[self.model] if self.model else None)
         details = {"packing": self.packing, "sharding": self.sharding, "settings": self.settings} | given
-        return job_of(a, model=shape, default_profile=DEFAULT_PROFILE, device_bytes=H100_BYTES, **details)
+        return job_of(a, model=shape, default_profile=DEFAULT_PROFILE, **details)
 
 
 def run_of(args: argparse.Namespace, command: list[str]) -> Run:
@@ -104,8 +103,6 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     typed = {f.name: value for f in fields(MegatronArguments) if (value := getattr(args, f.name, None)) is not None}
     launched = launched._replace(stated=launched.stated | typed)
     stated = {"world_size": launched.world_size} | launched.stated
-    if launched.source == "flags":
-        stated.setdefault("add_bias_linear", False)
     of_stages: tuple[str, ...] = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
     if launched.is_log:
         if typed.keys() & {*of_stages, "pipeline_model_parallel_layout"}:

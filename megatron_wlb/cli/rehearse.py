@@ -127,8 +127,7 @@ def _pictures(seen: list[dict[str, Any]], gpu_gib: float) -> list[Any]:
 
     fullest = sorted(seen, key=lambda rank: -rank["reserved_gib"])[:MOST_PICTURES]
     text = (
-        "Peak in each pass. Deferred: what waits for weight gradients; exchange: received K and V; held: reserved, and "
-        "free or fragmented. The line is the card."
+        "Peak in each pass. Exchange: received K and V; held: reserved, and free or fragmented. The line is the card."
     )
     return [
         pictures.section(f"Rank {rank['rank']}", text, partial(pictures.memory, rank, gpu_gib), 3.4)

@@ -16,9 +16,8 @@ from megatron_wlb.job import MAX_TOKENS, Job, Packing, Parallel, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.sharding.select import shard
-from megatron_wlb.simulate.memory import DEVICE_SHARE, largest_max_tokens, weight_bytes
+from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.passes import crossover
-from megatron_wlb.simulate.weight_gradients import undeferrable
 
 
 def make_job(
@@ -32,16 +31,14 @@ def make_job(
     settings: PlanSettings | None = None,
     default_profile: str = "flops",
     budget_bytes: float | None = None,
-    device_bytes: float | None = None,
     **given: Any,
 ) -> Job:
     """Build the job that settings describe, filling in what they leave open.
 
     `context_length` is the window C in tokens, `global_batch_size` N, the windows that a step trains on average.
-    `default_profile` and `budget_bytes` (memory for activations; None: no limit) apply where settings name none;
-    `device_bytes`, memory of a GPU, then only limits what deferred weight gradients hold. `given` are other fields of
-    `Job`, which take precedence. Raises ValueError for contradictory settings, and for an S_max that does not fit
-    memory.
+    `default_profile` and `budget_bytes` (memory for activations; None: no limit) apply where settings name none.
+    `given` are other fields of `Job`, which take precedence. Raises ValueError for contradictory settings, and for an
+    S_max that does not fit memory.
     """
     settings, parallel = settings or PlanSettings(), parallel or Parallel()
     if settings.memory_budget is not None:
@@ -76,18 +73,8 @@ def make_job(
         fields["cp_exchange"] = _cp_exchange(asked())
     if "crossover_tokens" not in fields:
         fields["crossover_tokens"] = crossover(asked())
-    job = asked()
-    known, why = budget_bytes, undeferrable(job)
-    if known is None and device_bytes is not None and not why and not model.moe_router_topk:
-        known = DEVICE_SHARE * device_bytes - weight_bytes(job)
-    if known is not None:
-        fields["activation_bytes"] = max(0, int(known))
-    if "defer_weight_gradients" not in fields:
-        if why and settings.defer_weight_gradients == "on":
-            raise ValueError(f"--wlb-defer-weight-gradients on, and {why}; give auto")
-        fields["defer_weight_gradients"] = settings.defer_weight_gradients != "off" and not why
     if budget_bytes is not None:
-        fields["parallel"] = _grouped(job, given.get("max_tokens", settings.max_tokens), budget_bytes)
+        fields["parallel"] = _grouped(asked(), given.get("max_tokens", settings.max_tokens), budget_bytes)
     if "max_tokens" not in fields:
         fields["max_tokens"] = _max_tokens(asked(), settings.max_tokens, budget_bytes)
     return Job(**fields)

@@ -14,8 +14,6 @@ from megatron_wlb.model import ModelShape, latent_sizes
 from megatron_wlb.pipeline.split import Split
 
 SWITCHED_OFF = {
-    "add_bias_linear": "disable-bias-linear",
-    "align_grad_reduce": "no-align-grad-reduce",
     "apply_rope_fusion": "no-rope-fusion",
     "overlap_p2p_comm": "no-overlap-p2p-communication",
 }
@@ -28,12 +26,6 @@ FLAGS = {
     "world_size": "num-gpus",
 }
 """Arguments whose flags have another name. `world_size` is set by the launcher."""
-_UNDEFERRABLE = (
-    "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "
-    "use_transformer_engine_op_fuser"
-).split()
-"""Arguments that keep weight gradients in the backward pass: they use other hooks or layers, or were not tested."""
-
 
 TILE_ROWS = 16384
 """Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger ones
@@ -78,8 +70,6 @@ class MegatronArguments:
     vocab_size: int | None = _size("model", most=1 << 24)
     padded_vocab_size: int | None = _size("model", most=1 << 24)
     make_vocab_size_divisible_by: int = _size("model", default=128)
-    add_bias_linear: bool = _other("model", default=True)
-    add_qkv_bias: bool = _other("model", default=False)
     transformer_impl: str = _other("model", default="transformer_engine")
     window_size: tuple[int, int] | str | None = _other("model", "is not simulated")
     tokenizer_type: str | None = _other("model", "where --vocab-size does not say how many tokens it has")
@@ -135,11 +125,6 @@ class MegatronArguments:
     fp8: str | None = _other("memory", "only the alignment of micro-batches is known")
     fp8_recipe: str | None = _other("memory")
     fp4: str | None = _other("memory", "4-bit floating point; not modelled")
-    overlap_grad_reduce: bool = _other("memory", default=False)
-    align_grad_reduce: bool = _other("memory", default=True)
-    defer_embedding_wgrad_compute: bool = _other("memory", default=False)
-    moe_shared_expert_overlap: bool = _other("memory", default=False)
-    overlap_dispatch_backward_with_experts_wgrad: bool = _other("memory", default=False)
     use_transformer_engine_op_fuser: bool = _other("memory", default=False)
 
     @property
@@ -181,10 +166,6 @@ def job_of(
         raise ValueError("no --seq-length; give the context window in tokens")
     if a.global_batch_size is None and "global_batch_size" not in given:
         raise ValueError("no --global-batch-size; give the context windows of tokens that a step trains")
-    if why := undeferrable(a):
-        if settings.defer_weight_gradients == "on":
-            raise ValueError(f"--wlb-defer-weight-gradients on does not go with {why}; give auto")
-        given.setdefault("defer_weight_gradients", False)
     details: dict[str, Any] = {
         "model": model or model_of(a),
         "parallel": parallel,
@@ -345,16 +326,3 @@ def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
 def tp_overlap(tp: int) -> float:
     """Share of communication that `--tp-comm-overlap` hides: all but the first part."""
     return 1 - 1 / tp
-
-
-def undeferrable(a: MegatronArguments) -> str:
-    """Return flags that keep layers from deferring weight gradients; "" if none."""
-    if given := next((flag_of(name) for name in _UNDEFERRABLE if getattr(a, name)), ""):
-        return given
-    if a.transformer_impl == "transformer_engine" and (a.add_bias_linear or a.add_qkv_bias):
-        return "--transformer-impl transformer_engine with biases in linear layers"
-    if a.overlap_grad_reduce and not a.align_grad_reduce and parallel_of(a).vpp > 1:
-        # The plan orders reductions of buckets with deferred weight gradients, and it differs between data-parallel
-        # ranks. Buckets without any would be reduced at another place in that order.
-        return "--overlap-grad-reduce --no-align-grad-reduce and virtual stages"
-    return ""

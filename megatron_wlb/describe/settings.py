@@ -53,12 +53,6 @@ class PlanSettings(Settings):
         least=1,
         most=1 << 35,
     )
-    defer_weight_gradients: str = setting(
-        "auto",
-        "Products for weight gradients of linear layers leave the backward passes of a pipeline and run where the plan "
-        "of the step has their stage wait. auto: where there is a pipeline and its layers can.",
-        choices=("auto", "on", "off"),
-    )
     documents: str = setting(
         "windows",
         "What a sample trains. windows: its window of tokens, as upstream. whole: the documents that begin in the "

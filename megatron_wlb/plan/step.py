@@ -18,7 +18,6 @@ from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics, placement
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.sharding import select
-from megatron_wlb.simulate.weight_gradients import weight_gradients_before
 from megatron_wlb.types import PackedBatch, ShardPlan, document_work
 
 PLAN_AHEAD = 4
@@ -56,8 +55,6 @@ class StepPlan:
     packed: PackedStep
     micro_batches: tuple[MicroBatchPlan, ...]
     """Micro-batches of this data-parallel rank, in pipeline order."""
-    weight_gradients_before: np.ndarray | None
-    """See `simulate.weight_gradients`; None: none are deferred."""
     work: np.ndarray
     """Of all M micro-batches, int64 [M]."""
     original_work: np.ndarray
@@ -67,7 +64,7 @@ class StepPlan:
     digests: dict[str, int]
     """`digest_of` parts of the plan that are the same on all ranks."""
     own_digest: int
-    """`digest_of` what ranks of one data-parallel rank share: order, shards, rounds, deferred weight gradients."""
+    """`digest_of` what ranks of one data-parallel rank share: order, shards, rounds."""
     counted: np.ndarray | None = None
     """What `Planner`'s `count` returned."""
 
@@ -106,11 +103,9 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
         micro_batches.append(
             MicroBatchPlan(step=packed.step, first_sample=packed.first, documents=documents[order], shards=shards)
         )
-    before = weight_gradients_before(job, [m.shards for m in micro_batches]) if job.defer_weight_gradients else None
     return StepPlan(
         packed=packed,
         micro_batches=tuple(micro_batches),
-        weight_gradients_before=before,
         work=work,
         original_work=metrics.original_work(packed.drawn, job),
         delays=metrics.delays(batch, packed.step),
@@ -119,7 +114,7 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
             "documents": digest_of(batch.documents, batch.bounds),
             "placement": digest_of(rows),
         },
-        own_digest=digest_of(before, *(part for m in micro_batches for part in _agreed(m))),
+        own_digest=digest_of(*(part for m in micro_batches for part in _agreed(m))),
     )
 
 

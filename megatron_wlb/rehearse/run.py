@@ -171,7 +171,7 @@ def verdict(
     """
     if wrong:
         return "hangs", f"{wrong[0]}; report it with the flags"
-    smaller = "give a smaller --wlb-max-tokens, or --wlb-defer-weight-gradients off"
+    smaller = "give a smaller --wlb-max-tokens"
     if worst := [r for r in ranks if r["out_of_memory"]]:
         return "does not fit", f"rank {worst[0]['rank']} runs out of memory; {smaller}, or recompute activations"
     if worst := [r for r in ranks if r["retries"] or r["reserved_gib"] > ROOM * gpu_gib]:

@@ -268,7 +268,7 @@ class Run:
         self._watch.at = f"step {len(self.result['steps'])}, {('forward', 'backward')[backward]} {said}"
         self._experts.backward, self._exchanging = bool(backward), 0
         done = original(*args, **kwargs)
-        self.result["passes"].append([len(self.result["steps"]), *self._peak(), self._deferred(), self._exchanging])
+        self.result["passes"].append([len(self.result["steps"]), *self._peak(), self._exchanging])
         return done
 
     def _peak(self) -> list[int]:
@@ -281,13 +281,6 @@ class Run:
         self._most = [*map(max, self._most, peak)]
         torch.cuda.reset_peak_memory_stats()
         return peak
-
-    def _deferred(self) -> int:
-        """Return the bytes that wait for weight gradients."""
-        waiting = getattr(self._training, "_weight_gradients", None)
-        layers = [layer for chunk in waiting._parts for part in chunk for layer in part] if waiting else []
-        queued = [t for layer in layers for tensors, _ in [*layer.wgrad_store.context.queue] for t in tensors]
-        return _bytes(queued)
 
     def _exchange(self, original: Any) -> Any:
         def all_to_all(into: Any, *args: Any, **kwargs: Any) -> Any:
@@ -336,10 +329,9 @@ class Run:
         job, plan, stage = self._training._job, self._plan, self._stage()
         rank = parallel_state.get_context_parallel_rank()
         rows = np.array([m.padded_tokens for m in plan.micro_batches]) / job.parallel.cp
-        before = plan.weight_gradients_before
         exchanged = (moved_rows(m.shards)[rank] for m in plan.micro_batches)
         moved = [(received / n, sent / n) for n, (received, sent) in zip(rows, exchanged, strict=True)]
-        peak = memory.step_peak_bytes(job, stage, rows, None if before is None else before[:, stage], moved)
+        peak = memory.step_peak_bytes(job, stage, rows, moved)
         return memory.weight_bytes(job, stage) + peak
 
 

@@ -214,14 +214,10 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
     return (most_kept(job, stage, longest, kept) + longest * at_once) / job.parallel.cp
 
 
-def step_peak_bytes(
-    job: Job, stage: int, rows: np.ndarray, before: np.ndarray | None = None, moved: Sequence[Moved] = ()
-) -> float:
+def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Moved] = ()) -> float:
     """Return peak activation bytes of a stage in a step.
 
-    `rows`: of its micro-batches on a rank, float64 [M]. `before`: deferred weight gradients run before each pass, as
-    `simulate.weight_gradients` returns them for the stage, int64 [2, vpp, M]. `moved`: of each
-    micro-batch; by default as for `one_document`.
+    `rows`: of its micro-batches on a rank, float64 [M]. `moved`: of each micro-batch; by default as for `one_document`.
     """
     kept, at_once = token_bytes(job, stage)
     running = [token_bytes(job, stage, each)[1] for each in moved] or [at_once]
@@ -233,14 +229,6 @@ def step_peak_bytes(
     # A backward pass still has what it frees; logits are gone when layers begin.
     in_layers = kept[chunk] + np.broadcast_to(running, len(rows))[ops["micro_batch"]] - at_output
     most = np.maximum(in_layers, (kept[chunk] + at_output) * outputs)
-    if before is not None:
-        layer, output = weight_gradient_bytes(job)
-        layers = job.layers()[stage][chunk] * backward
-        passes = zip(size, outputs, layers, strict=True)
-        made = np.concatenate([[0.0], *(s * np.repeat((output, layer), n) for s, *n in passes)])
-        made, there = made.cumsum(), np.cumsum(layers + outputs) - layers - outputs
-        level += made[there] - made[before[backward.astype(int), chunk, ops["micro_batch"]]]
-        most = np.maximum(most, in_layers + layer + outputs * output)  # with those of the layer that runs
     return float((level + backward * most * size).max())
 
 
@@ -269,40 +257,6 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
             fits = max(fits, (budget - none) / (one - none + at_once))
         fitting.append(int(max(0, fits)) // unit * unit)
     return min(fitting)
-
-
-def weight_gradient_bytes(job: Job) -> tuple[float, float]:
-    """Bytes that deferred weight gradients hold for a layer, and for the output layer.
-
-    As in TransformerEngine: inputs and output gradients of the weights in `passes.deferrable_weights`, gathered where
-    tensor-parallel ranks divide the sequence; but the output layer is upstream's, whose input is gathered later.
-    """
-    model, p = job.model, job.parallel
-    hidden, divided = 1 + max(1, model.moe_router_topk), model.output_size + model.ffn_hidden_size
-    latents = 2 * model.latent_size if p.tp == 1 else model.latent_size
-    if p.tp == 1 or latents:
-        hidden += 1
-    if p.tp == 1:
-        # Received latents count, too.
-        keys = p.cp if job.cp_exchange == "latents" else 1
-        divided += model.query_size + keys * (model.key_size + model.value_size)
-        latents += (keys - 1) * model.kv_lora_rank
-    if p.tp == 1 or model.moe_router_topk:
-        hidden += max(1, model.moe_router_topk)
-        divided += model.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
-    layer = hidden * model.hidden_size + latents + divided / p.tp
-    return job.bytes_per_value * layer, layer_input_bytes(job) + job.bytes_per_value * model.padded_vocab_size / p.tp
-
-
-def deferral_limits(job: Job, rows: np.ndarray) -> np.ndarray:
-    """Return bytes per stage that weight gradients may hold in a step, float64 [pp].
-
-    This is the memory for activations, minus the step's peak without them: what is held for long splits the room for
-    all else, so it counts as if it were all held at the peak. If the memory is unknown, or less than the peak of the
-    fullest stage, that peak replaces it.
-    """
-    peaks = np.array([step_peak_bytes(job, stage, rows) for stage in range(job.parallel.pp)])
-    return max(job.activation_bytes or 0, peaks.max()) - peaks
 
 
 def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.ndarray, float]:

@@ -26,7 +26,6 @@ from megatron_wlb.cost.linear import (
 )
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import Matrix
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
 from megatron_wlb.types import ShardPlan
@@ -63,8 +62,6 @@ class Passes:
     """float64 [M]."""
     layers: tuple[LayerTimes, LayerTimes]
     """Forward and backward (with recomputation)."""
-    weights: tuple[np.ndarray, np.ndarray]
-    """Deferrable weight products within `backward`, of a layer and of the output layer: float64 [M] each."""
     rows: np.ndarray
     """float64 [M]: tokens of a micro-batch on a context-parallel rank."""
     expert_wait: np.ndarray
@@ -86,19 +83,6 @@ def untimed(job: Job) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def deferrable(job: Job) -> list[Matrix]:
-    """Return the matrices of a layer whose weight gradients can be deferred.
-
-    With TP, those of column-parallel ones overlap the reduction of the input gradient instead.
-    """
-    kept = job.parallel.tp > 1
-    return [m for m in job.model.matrices if not kept or m.divided != "outputs" or m.part == "experts"]
-
-
-def deferrable_weights(job: Job) -> int:
-    return sum(matrix.weights for matrix in deferrable(job))
 
 
 def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
@@ -125,7 +109,7 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     )
     # Forward gathers before and scatters after attention and MLP. Backward mirrors this, and gathers inputs again for
     # weight gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient, and
-    # the scatter with the product for the weight gradient, if it is not deferred.
+    # the scatter with the product for the weight gradient.
     columns = [m for m in model.matrices if m.divided == "outputs"]
     hiding = [products(job, [m for m in columns if m.part == part], tokens) for part in ("attention", "mlp")]
     overlapped = sum(np.minimum(gather, each.inputs) + np.minimum(scatter, each.weights) for each in hiding)
@@ -160,9 +144,7 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     # states for its joining matrix and one after it, and runs the output layer.
     output, losses = products(job, [output_matrix(job)], tokens), loss(job, tokens)
     joining, ahead = products(job, [joining_matrix(job)], tokens), model.mtp_num_layers
-    beside_output = np.minimum(gather, output.inputs)
-    if not job.defer_weight_gradients:
-        beside_output = beside_output + np.minimum(scatter, output.weights)
+    beside_output = np.minimum(gather, output.inputs) + np.minimum(scatter, output.weights)
     forward[0, 0] += scatter
     forward[-1, -1] += (1 + ahead) * (output.forward + losses[0] + gather)
     forward[-1, -1] += ahead * (joining.forward + (3 * gather + scatter))
@@ -174,7 +156,6 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
         backward=backward,
         transfer=network.point_to_point(row_bytes / tp, Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)),
         layers=(of_forward, of_backward),
-        weights=(products(job, deferrable(job), tokens).weights, output.weights),
         rows=tokens,
         expert_wait=np.zeros((2, *forward.shape)),
     )
@@ -217,17 +198,8 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
         alone = own - experts + experts.mean(axis=0)
         times = alone.max(axis=0)
         transfer = np.max([p.transfer for p in group], axis=0)
-        share = job.model.expert_weights / deferrable_weights(job)
-        weights = np.mean([p.weights[0] for p in group], axis=0) * share
         together += [
-            replace(
-                p,
-                forward=times[0],
-                backward=times[1],
-                transfer=transfer,
-                weights=((1 - share) * p.weights[0] + weights, p.weights[1]),
-                expert_wait=times - mine,
-            )
+            replace(p, forward=times[0], backward=times[1], transfer=transfer, expert_wait=times - mine)
             for p, mine in zip(group, alone, strict=True)
         ]
     return tuple(together)

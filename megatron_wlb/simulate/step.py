@@ -1,7 +1,7 @@
 """A simulated step of a job: its time, where the time goes, and its balance."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -9,10 +9,9 @@ import numpy as np
 
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
-from megatron_wlb.pipeline.timeline import Timeline
+from megatron_wlb.pipeline.timeline import Timeline, run
 from megatron_wlb.simulate.memory import stage_weights
 from megatron_wlb.simulate.passes import LayerTimes, Passes, pass_times, synchronised
-from megatron_wlb.simulate.weight_gradients import timeline_of
 from megatron_wlb.types import ShardPlan, document_work
 
 ADAM_BYTES = 30
@@ -92,7 +91,7 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]]) -> SimulatedS
 
 
 def step_of(job: Job, shards: Sequence[Sequence[ShardPlan]], passes: Sequence[Passes]) -> SimulatedStep:
-    timelines = tuple(timeline_of(job, p) for p in passes)
+    timelines = tuple(run(job.schedule(len(p.rows)), p.forward, p.backward, p.transfer) for p in passes)
     reduce, optimizer, gather = _update(job)
     ends = np.stack([t.ends for t in timelines])  # [dp, stages]
     return SimulatedStep(
@@ -159,23 +158,14 @@ def shares(step: SimulatedStep) -> dict[str, float]:
 
 def alike_time(job: Job, passes: Sequence[Passes]) -> float:
     """Return the makespan of a pipeline in which every micro-batch takes the mean of `passes`."""
-    first = passes[0]
+    count = len(passes[0].rows)
 
     def mean(parts: Sequence[np.ndarray]) -> np.ndarray:
         whole = np.concatenate(parts, axis=-1).mean(axis=-1, keepdims=True)
-        return np.repeat(whole, len(first.rows), axis=-1)
+        return np.repeat(whole, count, axis=-1)
 
-    return timeline_of(
-        job,
-        replace(
-            first,
-            forward=mean([p.forward for p in passes]),
-            backward=mean([p.backward for p in passes]),
-            transfer=mean([p.transfer for p in passes]),
-            weights=(mean([p.weights[0] for p in passes]), mean([p.weights[1] for p in passes])),
-            rows=mean([p.rows for p in passes]),
-        ),
-    ).makespan
+    times = (mean([getattr(p, name) for p in passes]) for name in ("forward", "backward", "transfer"))
+    return run(job.schedule(count), *times).makespan
 
 
 def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -215,7 +205,7 @@ def imbalances(step: SimulatedStep) -> dict[str, float]:
 def trace_of(step: SimulatedStep) -> dict[str, Any]:
     """Return the timeline: a process a rank, a thread a stage, an event a pass.
 
-    "F c0 m3" is the forward pass of micro-batch 3 through chunk 0; "W" is deferred weight gradients.
+    "F c0 m3" is the forward pass of micro-batch 3 through chunk 0.
     """
     return {"traceEvents": list(_events(step)), "displayTimeUnit": "ms"}
 
@@ -239,8 +229,6 @@ def _events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
                 at = (int(backward), stage, chunk, micro_batch)
                 name = f"{'FB'[backward]} c{chunk} m{micro_batch}"
                 yield _event(name, rank, stage, timeline.start[at], timeline.end[at], described[micro_batch])
-            for begin, duration in timeline.weight_gradients(stage).tolist():
-                yield _event("W", rank, stage, begin, begin + duration, {})
             begin = max(t.makespan for t in step.timelines)
             for name in ("gradients", "optimizer", "parameters"):
                 yield _event(name, rank, stage, begin, begin + getattr(step, name), {})

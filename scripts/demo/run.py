@@ -46,7 +46,7 @@ LONGER = 16
 """The documents of the predicted job are longer by this, as its window is."""
 SHAPE = "--hidden-size 64 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 128 --swiglu"
 WAYS = {
-    "plain": "--wlb --wlb-packing original --wlb-cp-sharding per-sequence --wlb-defer-weight-gradients off",
+    "plain": "--wlb --wlb-packing original --wlb-cp-sharding per-sequence",
     "--wlb": "--wlb",
 }
 JOB = (

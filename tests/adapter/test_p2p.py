@@ -44,7 +44,7 @@ def test_what_is_sent_is_kept_for_a_while(monkeypatch):
 
     monkeypatch.setattr(P2PCommunicator, "_communicate", post)
     communicator = object.__new__(p2p.PlannedP2PCommunicator)
-    communicator._fill, communicator._sent = None, deque()
+    communicator._sent = deque()
     communicator.pp_group = SimpleNamespace(size=lambda: 2)
     outputs = [torch.ones(3), torch.ones(3)]
     for output, name in zip(outputs, ("tensor_send_next", "tensor_send_prev"), strict=True):

@@ -23,7 +23,7 @@ TP4 = "--tensor-model-parallel-size 4 --sequence-parallel --make-vocab-size-divi
         full(4, TP4, "", 100),
         full(2, f"{TP2} {FULL}", "", 64),
         full(2, f"{TP2} {SELECTIVE} mlp", "", 64),
-        (4, f"{TP2} {PP2} --wlb-defer-weight-gradients on", "--position-embedding-type learned_absolute", 64),
+        (4, f"{TP2} {PP2}", "--position-embedding-type learned_absolute", 64),
         (8, f"{ALL} {BY_DOCUMENT}", MTP, 34),
         full(8, f"{TP2} {VPP2} {EP2} --expert-tensor-parallel-size 1", f"{MOE} {SHARED}", 50),
     ],
@@ -83,55 +83,42 @@ class Buffered(torch.nn.Module):
     The gathered gradient lies in a buffer that all calls share, and the first micro-batch replaces main_grad.
     """
 
-    def __init__(self, delay):
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
         self.main_grad = torch.full((3, 3), torch.nan, dtype=torch.float64)
         self.is_first_microbatch, self.disable_parameter_transpose_cache = True, False
-        self.ub_overlap_rs_fprop = self.ub_overlap_ag_dgrad = self.fuse_wgrad_accumulation = True
-        self.queue = []
-        self.wgrad_store = SimpleNamespace(
-            delay_wgrad_compute=lambda: delay, put=lambda tensors, product: self.queue.append((tensors, product))
-        )
+        self.ub_overlap_rs_fprop = self.ub_overlap_ag_dgrad = True
 
     def forward(self, x):
         first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
         self.is_first_microbatch = False
         overlaps = self.ub_overlap_rs_fprop and self.ub_overlap_ag_dgrad
         assert overlaps == (len(x) in SIZES) and (not overlaps or len(x) == len(BASE._ub_communicators))
-        return Product.apply(x, self.weight, self, first, self.wgrad_store, overlaps), None
+        return Product.apply(x, self.weight, self, first, overlaps), None
 
 
 class Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, module, first, store, overlaps):
+    def forward(ctx, x, weight, module, first, overlaps):
         ctx.save_for_backward(x, weight)
-        ctx.rest = module, first, store, overlaps
+        ctx.rest = module, first, overlaps
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx, gradient):
-        (x, weight), (module, first, store, overlaps) = ctx.saved_tensors, ctx.rest
+        (x, weight), (module, first, overlaps) = ctx.saved_tensors, ctx.rest
         kept = BASE._ub_communicators.copy_(gradient) if overlaps else gradient
-
-        def product(x, gradient):
-            module.main_grad = gradient.t() @ x + (0 if first else module.main_grad)
-            return module.main_grad, None
-
-        if store.delay_wgrad_compute():
-            store.put([x, kept], product)
-        else:
-            product(x, kept)
+        module.main_grad = kept.t() @ x + (0 if first else module.main_grad)
         weight.grad_added_to_main_grad = True
-        return gradient @ weight, torch.ones_like(weight), None, None, None, None  # means nothing
+        return gradient @ weight, torch.ones_like(weight), None, None, None  # means nothing
 
 
-@pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("rows", [16, 3, 35, 60])
-def test_layers_with_user_buffers(rows, delay, buffers):
-    module = Buffered(delay)
+def test_layers_with_user_buffers(rows, buffers):
+    module = Buffered()
     tiles._tile(module, SIZES)
-    wanted, store = torch.zeros(3, 3, dtype=torch.float64), module.wgrad_store
+    wanted = torch.zeros(3, 3, dtype=torch.float64)
     for count in (rows, 27):  # the second micro-batch adds to the gradient of the first
         x, weights = torch.randn(2, count, 3, dtype=torch.float64)
         x.requires_grad_()
@@ -142,9 +129,5 @@ def test_layers_with_user_buffers(rows, delay, buffers):
         torch.testing.assert_close(x.grad, weights @ module.weight)
         assert torch.equal(module.weight.grad, torch.ones_like(module.weight))  # one, not the sum of tiles
         wanted += weights.t() @ x.detach()
-    assert module.wgrad_store is store and len(module.queue) == 2 * delay  # one of every micro-batch
-    for tensors, product in module.queue:
-        assert all(x.grad_fn is None for x in tensors[0])  # else it keeps the graph until it runs
-        product(*tensors)
     torch.testing.assert_close(module.main_grad, wanted)
     assert module.ub_overlap_rs_fprop and not module.disable_parameter_transpose_cache

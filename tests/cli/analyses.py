@@ -19,7 +19,7 @@ MODEL += f"--vocab-size {VOCABULARY}"
 JOB = f"{MODEL} --seq-length {C} --global-batch-size {N} --split 1"
 LARGE = (
     "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
-    "--hidden-size 512 --num-attention-heads 4 --vocab-size 128 --group-query-attention --disable-bias-linear "
+    "--hidden-size 512 --num-attention-heads 4 --vocab-size 128 --group-query-attention "
     f"--seq-length {8 * C} --global-batch-size 8 --wlb-micro-batches 8"
 )
 """For `RUN`, or with --num-gpus 16; a number of micro-batches saves a search."""

@@ -13,7 +13,6 @@ from megatron_wlb.cli.main import main
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import KernelTimes, load_profile
 from megatron_wlb.model import MODELS, ModelShape
-from megatron_wlb.simulate.memory import H100_BYTES
 from tests.cli.analyses import described
 from tests.cli.commands import process, refusal
 
@@ -94,7 +93,7 @@ def test_what_it_writes_is_a_profile(written):
     stated = json.loads(written.read_text())["crossover_tokens"]
     assert make_job(model=model, **sizes).crossover_tokens == stated
     flags = f"--global-batch-size 1 --seq-length 4096 --wlb-profile {written} --model 550m"
-    assert described(flags).job == make_job(model=MODELS["550m"], device_bytes=H100_BYTES, hidden_dropout=True, **sizes)
+    assert described(flags).job == make_job(model=MODELS["550m"], hidden_dropout=True, **sizes)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from megatron_wlb.describe.megatron import (
     parallel_of,
     recompute_of,
     row_multiple,
-    undeferrable,
 )
 from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import Parallel, Recompute
@@ -113,7 +112,7 @@ def test_layouts(stated, expected):
         ({"seed": "-1"}, "^--seed is -1; it must be from 0 to"),
         ({"world_size": 10**9}, "^--num-gpus is 1000000000; it must be"),
         ({"recompute_granularity": "x" * 99}, r"^--recompute-granularity is x{37}\.\.\.; choose one of full, selec"),
-        ({"add_bias_linear": "maybe"}, "^--disable-bias-linear maybe: Expected `bool`"),
+        ({"overlap_p2p_comm": "maybe"}, "^--no-overlap-p2p-communication maybe: Expected `bool`"),
         ({"cpu_offloading_num_layers": 8, "pipeline_model_parallel_size": 2}, "neither with pipeline stages"),
     ],
 )  # fmt: skip
@@ -124,8 +123,8 @@ def test_contradictions(stated, message):
 
 
 def test_values_may_be_text_and_what_is_unknown_does_not_matter():
-    found = arguments(split=1, fp8=None, lr="3e-4", seed="7", overlap_grad_reduce="True", data_path=["0.5", "a"])
-    assert found == MegatronArguments(**SIZES, split="1", seed=7, overlap_grad_reduce=True, data_path=("0.5", "a"))
+    found = arguments(split=1, fp8=None, lr="3e-4", seed="7", tp_comm_overlap="True", data_path=["0.5", "a"])
+    assert found == MegatronArguments(**SIZES, split="1", seed=7, tp_comm_overlap=True, data_path=("0.5", "a"))
 
 
 @pytest.mark.parametrize(
@@ -159,32 +158,6 @@ def test_micro_batches_are_aligned_for_kernels_and_ranks(numbers, multiple):
     stated |= {"context_parallel_size": 2, "tensor_model_parallel_size": 4, "sequence_parallel": True}
     job = job_of(MegatronArguments.of(stated), settings=PlanSettings())
     assert job.unit_tokens == 8 * multiple
-
-
-@pytest.mark.parametrize(
-    ("stated", "why"),
-    [
-        ({"add_bias_linear": False}, ""),
-        ({}, "--transformer-impl transformer_engine with biases"),
-        ({"transformer_impl": "local"}, ""),
-        ({"add_bias_linear": False, "add_qkv_bias": True}, "--transformer-impl transformer_engine with biases"),
-        ({"fp8": "hybrid"}, "--fp8-format"),
-        ({"add_bias_linear": False, "num_virtual_stages_per_pipeline_rank": 3, "overlap_grad_reduce": True}, ""),
-        ({"add_bias_linear": False, "overlap_grad_reduce": True, "align_grad_reduce": False}, ""),
-        *(
-            ({"add_bias_linear": False, "overlap_grad_reduce": True, "align_grad_reduce": False, name: 3},
-             "--overlap-grad-reduce --no-align-grad-reduce and virtual stages")
-            for name in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_defer_weight_gradients(stated, why):
-    a = arguments(**JOB | stated | {"pipeline_model_parallel_size": 2})
-    assert undeferrable(a).startswith(why) and bool(undeferrable(a)) == bool(why)
-    assert job_of(a, settings=PlanSettings()).defer_weight_gradients == (not why)
-    if why:
-        with pytest.raises(ValueError, match=f"^--wlb-defer-weight-gradients on does not go with {why}.*; give auto$"):
-            job_of(a, settings=PlanSettings(defer_weight_gradients="on"))
 
 
 def test_what_the_caller_knows_takes_precedence():

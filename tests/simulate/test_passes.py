@@ -10,7 +10,7 @@ from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
-from megatron_wlb.simulate.passes import crossover, deferrable_weights, pass_times, synchronised
+from megatron_wlb.simulate.passes import crossover, pass_times, synchronised
 from megatron_wlb.types import document_work
 from tests.reference.sharding import rank_work
 from tests.simulate.shards import SMALL, job, shards_of
@@ -157,14 +157,6 @@ def test_products_of_column_parallel_matrices_hide_what_tensor_parallel_ranks_mo
     of_weights = 2 * (wide * hidden + HALF_WAVE) * tokens / 576e6 + 3
     assert of_inputs < gather and of_weights < scatter
     assert tensor == pytest.approx(2 * gather + gather - of_inputs + scatter - of_weights)
-
-
-def test_weight_gradients_that_hide_a_reduction_are_not_put_off():
-    whole, divided = (job(tp=tp, model=SMALL) for tp in (1, 8))
-    assert deferrable_weights(whole) == SMALL.layer_weights
-    assert deferrable_weights(divided) == 4096 * (4096 + 11008)
-    experts = replace(SMALL, moe_router_topk=2)
-    assert deferrable_weights(job(tp=8, model=experts)) == 4096 * (4096 + 3 * 11008)
 
 
 def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():

@@ -12,7 +12,7 @@ from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
 from megatron_wlb.cli.common import render
-from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, INK, ORANGE, PAPER
+from megatron_wlb.cli.pictures import BLUE, COLORS, GREY, INK, ORANGE, PAPER
 from megatron_wlb.simulate.step import SimulatedStep, attention_of_ranks, micro_batch_times
 
 MOST_EDGES = 48
@@ -123,7 +123,7 @@ def _timeline(axes: Axes, step: SimulatedStep) -> None:
             np.stack((start.ravel(), (end - start).ravel()), axis=1)
             for start, end in zip(slowest.start[:, stage], slowest.end[:, stage], strict=True)
         )
-        for spans, color in ((forward, BLUE), (backward, ORANGE), (slowest.weight_gradients(stage), GREEN)):
+        for spans, color in ((forward, BLUE), (backward, ORANGE)):
             bars = (spans / 1e6).tolist()
             edges = {"edgecolor": PAPER, "linewidth": 0.3} if len(bars) <= MOST_EDGES else {"linewidth": 0}
             # Thousands of passes take about 100 KB as pixels, and megabytes as shapes.

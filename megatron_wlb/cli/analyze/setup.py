@@ -206,7 +206,7 @@ class Setup:
         given = self.run.settings.max_tokens
         job = _by_windows(job, job.parallel.group_size or job.parallel.pp)
         hidden = self.megatron.hidden_transfers
-        job = replace(job, reorder=False, defer_weight_gradients=False, hidden_transfers=hidden, tp_tile_rows=0)
+        job = replace(job, reorder=False, hidden_transfers=hidden, tp_tile_rows=0)
         job = replace(job, whole_documents=False)
         return job if isinstance(given, int) else replace(job, max_tokens=default_max_tokens(job))
 
