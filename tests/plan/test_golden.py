@@ -37,9 +37,7 @@ def drawn(rng):
     whole = bool(pick(0, 0, 0, 1)) and not packing.fixed_length
     each = pick(pp, 2 * pp, 3 * pp + 1) if vpp == 1 else pick(pp, 2 * pp, 3 * pp)
     model = pick("550m", "llama2-7b", "llama3-8b", "deepseek-v2-lite")
-    profile = pick("h100-fa2", "h100-fa2", "flops")
-    pick(0, 0, 1)  # keeps the jobs of the record
-    settings = PlanSettings(profile=profile, documents="whole" if whole else "windows")
+    settings = PlanSettings(profile=pick("h100-fa2", "h100-fa2", "flops"), documents="whole" if whole else "windows")
     sharding = Sharding(
         cp_sharding=pick("auto", "auto", "hybrid", "wlb", "per-document", "per-sequence"),
         save_gathered_kv=bool(pick(0, 0, 1)),
