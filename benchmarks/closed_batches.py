@@ -82,7 +82,7 @@ def measure(ranks: Ranks, lengths: np.ndarray, job: Job) -> Row:
     """Predicted step time, and the work of the slowest rank over the mean."""
     count = sum(map(len, ranks))
     job = replace(job, num_micro_batches=count, global_batch_size=1, max_tokens=1 << 20)
-    shards = [[select.shard(lengths[rows], job)[1] for rows in rank] for rank in ranks]
+    shards = [[select.shard(lengths[rows], job) for rows in rank] for rank in ranks]
     work = [sum(int(document_work(lengths[rows], job.crossover_tokens).sum()) for rows in rank) for rank in ranks]
     return {
         "micro_batches": count,

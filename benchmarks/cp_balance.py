@@ -38,7 +38,6 @@ from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import divide, shard
 from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.types import SEGMENT, ShardPlan
-from tests.reference.sharding import mirrored_order
 
 PROFILE = load_profile(DEFAULT_PROFILE)
 KERNEL, _ = PROFILE.kernels(heads=4)
@@ -67,10 +66,7 @@ def job_of(window: int, cp: int, model: ModelShape = MODELS["llama2-7b"], tp: in
 
 
 def predicted(lengths: np.ndarray, cp: int, window: int) -> dict[str, np.ndarray]:
-    """Time of the slowest rank, us; rows in, mean and most; tokens of the fullest rank: float64 [4], by strategy.
-
-    Ours also tries the mirrored order of documents.
-    """
+    """Time of the slowest rank, us; rows in, mean and most; tokens of the fullest rank: float64 [4], by strategy."""
 
     def figures(plan: ShardPlan) -> np.ndarray:
         counts = np.array([KERNEL.count_shard(shard.calls) for shard in plan.shards])
@@ -79,13 +75,9 @@ def predicted(lengths: np.ndarray, cp: int, window: int) -> dict[str, np.ndarray
             [KERNEL.time(*counts.T).max(), rows_in.mean(), rows_in.max(), max(shard.tokens for shard in plan.shards)]
         )
 
-    straight, mirrored = (padded(each, 2 * cp) for each in (lengths, lengths[mirrored_order(lengths)]))
+    straight = padded(lengths, 2 * cp)
     plans = {strategy: divide(straight, cp, strategy, KERNEL) for strategy in STRATEGIES}
-    tried = divide(straight, cp, "auto", KERNEL), divide(mirrored, cp, "per-sequence", KERNEL)
-    plans["auto"] = min(tried, key=lambda plan: plan.time)
-    _, plans[OURS] = shard(lengths, job_of(window, cp))
-    tried = plans["per-sequence"], divide(mirrored, cp, "per-sequence", KERNEL)
-    plans["per-sequence, mirrored order"] = min(tried, key=lambda plan: plan.time)
+    plans[OURS] = shard(lengths, job_of(window, cp))
     plans |= {"MagiAttention's dispatch": cp_peers.magi(straight, cp), "dynamic CP": cp_peers.dynamic(straight, cp)}
     measured = {name: figures(plan) for name, plan in plans.items()}
     tokens = int(straight.sum())
@@ -142,7 +134,7 @@ def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float
 
     jobs = {OURS: job, "wlb, all-gather": peer("wlb", "all")}
     jobs |= {"per-sequence, ring": peer("per-sequence", "ring"), RING: peer("per-document", "ring")}
-    plans = {name: [shard(lengths, given)[1] for lengths in made] for name, given in jobs.items()}
+    plans = {name: [shard(lengths, given) for lengths in made] for name, given in jobs.items()}
     passes = {name: pass_times(jobs[name], plans[name]).layers for name in (OURS, "wlb, all-gather")}
     timed = {
         name: (sum((each.total - each.tensor).sum() for each in both), sum(each.exchange.sum() for each in both))
@@ -224,7 +216,7 @@ def draw(rows: list[Row], folder: Path) -> Path:
     """Share of the attainable gain over CP ranks, F2 at 128K."""
     figure = results.figure(10, 3.6)
     axes = figure.subplots(1, 2, sharey=True)
-    styles = {"per-sequence, mirrored order": ("#8c8c8c", "^"), "wlb": ("#d55e00", "o"), "auto": ("#0072b2", "s")}
+    styles = {"wlb": ("#d55e00", "o"), "auto": ("#0072b2", "s")}
     for axis, packing in zip(axes, PACKINGS, strict=True):
         for strategy, (color, marker) in styles.items():
             here = [r for r in rows if (r["data"], r["window"], r["packing"]) == ("F2", 1 << 17, packing)]

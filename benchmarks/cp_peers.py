@@ -16,7 +16,7 @@ from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import Job
 from megatron_wlb.sharding.routing import document_begins, moved_rows
 from megatron_wlb.types import SEGMENT, Shard, ShardPlan, document_work
-from tests.reference.rounds import Held, round_times
+from tests.reference.rounds import Ownership, round_times
 
 MAGI_STAGES = (1, 2, 4, 8)
 """Stages in which MagiAttention's ranks get keys of other ranks: one by default, up to eight in its dynamic mode."""
@@ -55,7 +55,7 @@ def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
         return joined
 
     shards = tuple(Shard(calls=(call(r),)) for r in range(cp))
-    return ShardPlan(lengths=lengths, shards=shards, strategy="magi", call_sets=(0,))
+    return ShardPlan(lengths=lengths, shards=shards, strategy="magi")
 
 
 def ranks_of(lengths: np.ndarray, ranks: int, rank_tokens: float, crossover_tokens: int = 0) -> np.ndarray:
@@ -113,7 +113,7 @@ def ring_times(plan: ShardPlan, job: Job, *, whole: bool) -> tuple[np.ndarray, n
     With `whole` a single ring of all ranks carries all documents. Without, documents of the same ranks share a ring,
     which reaches from the first rank that holds one to the last.
     """
-    held, kernels, ring = Held(plan), attention_kernels(job), replace(job, cp_exchange="ring")
+    held, kernels, ring = Ownership(plan), attention_kernels(job), replace(job, cp_exchange="ring")
     tiles, lives = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)), held.seen > 0
     rings = np.stack((lives.argmax(axis=1), held.cp - lives[:, ::-1].argmax(axis=1)), axis=1)
     if whole:
@@ -147,7 +147,7 @@ def magi_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
     an exchange within a node have the rest of the device (`MAGI_SENDS`). Between nodes a row is sent to every rank that
     needs it: if once to a node, this would be 1.4 to 1.8 times as fast as MagiAttention measured on 32 and 64 GPUs.
     """
-    held, kernels = Held(plan), magi_kernels(job)
+    held, kernels = Ownership(plan), magi_kernels(job)
     in_node = held.cp * job.parallel.tp <= job.profile.network.gpus_per_node
     tiles = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)).sum(axis=0)
     share, busiest = own_share(held), float(moved_rows(plan).max())
@@ -168,7 +168,7 @@ def magi_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
     return min(map(overlapped, MAGI_STAGES), key=lambda timed: (timed[0].max(axis=1) + timed[1][:, 0]).sum())
 
 
-def own_share(held: Held) -> np.ndarray:
+def own_share(held: Ownership) -> np.ndarray:
     """Share of every rank's attention that needs no other rank's keys, float64 [cp]; ranks have one call each."""
     segments, rows = held.segments, held.segments["stop"] - held.segments["start"]
     # Rows of the same document on the same rank before each segment; a call has them in order.

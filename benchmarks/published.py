@@ -284,7 +284,7 @@ def training(row: Row) -> Iterator[Row]:
 
 def predicted(row: Row, run: Run, quantity: str) -> Row:
     job = job_of(row, run)
-    _, plan = shard(np.full(job.max_tokens // job.context_length, job.context_length), job)
+    plan = shard(np.full(job.max_tokens // job.context_length, job.context_length), job)
     count = job.micro_batches_per_rank
     step = step_of(job, [[plan] * count], [changed(row, job, pass_times(job, [plan] * count), run)])
     seconds, tokens, gpus = step.time / 1e6, job.batch_tokens, job.parallel.num_gpus
@@ -357,7 +357,7 @@ def distributed(row: Row) -> Iterator[Row]:
     took = {"magi_native": np.array([busy.max(axis=1) + added[:, 0] for busy, added in timed]).T}
     for exchange in ("ring", "thd_ring"):
         ring = replace(job, cp_exchange=exchange)
-        layers = pass_times(ring, [shard(lengths, ring)[1] for lengths in packs]).layers
+        layers = pass_times(ring, [shard(lengths, ring) for lengths in packs]).layers
         took[exchange] = np.array([each.attention.max(axis=1) + each.exchange for each in layers])
     for name, times in took.items():
         for direction, rate in zip(("fwd", "bwd"), (of / times).mean(axis=1) / 1e6, strict=True):

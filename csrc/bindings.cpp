@@ -56,10 +56,9 @@ T value(const py::handle& object, const char* name) {
 
 wlb::Kernel kernel_model(const py::handle& k) {
   return {value<int64_t>(k, "tile_rows"),  value<double>(k, "launch"), value<double>(k, "tile"),
-          value<double>(k, "query_tile"), value<int64_t>(k, "heads"), value<int64_t>(k, "parts")};
+          value<double>(k, "query_tile"), value<int64_t>(k, "heads"), value<int64_t>(k, "parts"),
+          value<double>(k, "exchange")};
 }
-
-using RoundFields = std::tuple<int64_t, decltype(wlb::Round::heads), decltype(wlb::Round::keys)>;
 
 std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
   if (c.is_none()) return {};
@@ -67,8 +66,7 @@ std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
   return wlb::RoundCosts{kernel_model(c.attr("forward")), kernel_model(c.attr("backward")),
                          value<double>(exchange, "latency"), value<double>(exchange, "arrive"),
                          value<double>(exchange, "leave"), value<double>(exchange, "ahead"),
-                         value<double>(c, "merge"), value<bool>(c, "kept"), value<int64_t>(c, "num_heads"),
-                         value<std::vector<int64_t>>(c, "edges"),
+                         value<double>(c, "merge"), value<bool>(c, "kept"),
                          value<std::vector<std::vector<double>>>(c, "shares")};
 }
 
@@ -89,52 +87,38 @@ auto choose_adaptive(const py::array& length, const py::array& work, const py::a
   return std::make_tuple(array(packed.rows), array(packed.bounds));
 }
 
-// (order, strategy, predicted time, SEGMENT columns, where each call begins, sets of calls, fields of rounds)
+// (strategy, predicted time, SEGMENT columns, where each call begins, shares of rounds)
 py::tuple choose_sharding(const py::array& length, int64_t cp_size, const std::vector<std::string>& strategies,
-                          const std::vector<double>& most_shares, const py::object& kernel,
-                          const std::vector<double>& exchanges, int64_t num_mirrored, const py::object& costs) {
+                          const std::vector<double>& most_shares, const py::object& kernel, const py::object& costs) {
   const std::vector<int64_t> lengths = int64s(length, "length", length);
-  const wlb::Choice choice{strategies, most_shares,  kernel_model(kernel),
-                           exchanges,  num_mirrored, round_costs(costs)};
+  const wlb::Choice choice{strategies, most_shares, kernel_model(kernel), round_costs(costs)};
   const wlb::Sharding plan = without_gil([&] { return wlb::choose_sharding(lengths, cp_size, choice); });
   static_assert(sizeof(wlb::Segment) == 3 * sizeof(int64_t));
   Array<int64_t> segments({static_cast<py::ssize_t>(plan.segments.size()), py::ssize_t{3}});
   std::memcpy(segments.mutable_data(), plan.segments.data(), plan.segments.size() * sizeof(wlb::Segment));
-  std::vector<RoundFields> rounds;
-  for (const wlb::Round& round : plan.rounds) rounds.emplace_back(round.document_set, round.heads, round.keys);
-  return py::make_tuple(array(plan.order), plan.strategy, plan.time, segments, plan.bounds, plan.call_sets, rounds);
+  return py::make_tuple(plan.strategy, plan.time, segments, plan.bounds, plan.shares);
 }
 
-// SEGMENT rows of all calls, rank by rank, where each call begins, and the plan's sets of calls and rounds.
-py::tuple attention_times(const Array<int64_t>& segments, const std::vector<size_t>& bounds,
-                          const std::vector<int64_t>& call_sets, const std::vector<RoundFields>& given,
-                          const py::object& costs) {
+// SEGMENT rows of all calls, rank by rank, where each call begins, and the plan's shares.
+py::tuple attention_times(const Array<int64_t>& segments, const std::vector<size_t>& bounds, size_t cp_size,
+                          const std::vector<double>& shares, const py::object& costs) {
   const std::optional<wlb::RoundCosts> round_costs_of = round_costs(costs);
-  const size_t per_rank = call_sets.size(), count = static_cast<size_t>(segments.size()) / 3;
-  if (!round_costs_of || !per_rank || bounds.size() < 2 || (bounds.size() - 1) % per_rank || bounds.back() != count)
-    throw std::invalid_argument("give costs, and as many calls for every rank as there are sets of calls");
-  const size_t cp_size = (bounds.size() - 1) / per_rank;
+  const size_t count = static_cast<size_t>(segments.size()) / 3;
+  if (!round_costs_of || !cp_size || bounds.size() < 2 || (bounds.size() - 1) % cp_size || bounds.back() != count)
+    throw std::invalid_argument("give costs, and as many calls for every rank");
+  const size_t per_rank = (bounds.size() - 1) / cp_size;
   std::vector<wlb::Piece> pieces(count);
-  std::vector<int64_t> sets(count);  // there are no more documents than pieces
   const int64_t* values = segments.data();
   for (size_t call = 0; call + 1 < bounds.size(); ++call) {
-    const size_t i = call % per_rank;
-    const bool is_tail = i > 0 && call_sets[i] == call_sets[i - 1];
-    for (size_t k = bounds[call]; k < bounds[call + 1] && k < count; ++k) {
-      const wlb::Segment segment{values[3 * k], values[3 * k + 1], values[3 * k + 2]};
-      if (segment.document < 0 || segment.document >= static_cast<int64_t>(count))
-        throw std::invalid_argument("documents are not numbered from 0 on");
-      pieces[k] = {2 * (call / per_rank) + is_tail, segment};
-      sets[static_cast<size_t>(segment.document)] = call_sets[i];
-    }
+    const bool is_tail = per_rank > 1 && (call + 1) % per_rank == 0;
+    for (size_t k = bounds[call]; k < bounds[call + 1] && k < count; ++k)
+      pieces[k] = {2 * (call / per_rank) + is_tail, {values[3 * k], values[3 * k + 1], values[3 * k + 2]}};
   }
-  std::vector<wlb::Round> rounds;
-  for (const auto& [set, heads, keys] : given) rounds.push_back({set, heads, keys});
   const wlb::AttentionTimes times = without_gil([&] {
     std::sort(pieces.begin(), pieces.end(), [](const wlb::Piece& a, const wlb::Piece& b) {
       return std::pair(a.segment.document, a.segment.start) < std::pair(b.segment.document, b.segment.start);
     });
-    return wlb::attention_times(pieces, sets, cp_size, rounds, *round_costs_of);
+    return wlb::attention_times(pieces, cp_size, shares, *round_costs_of);
   });
   return py::make_tuple(array(times.forward), array(times.backward), times.forward_end, times.backward_end);
 }
@@ -178,8 +162,8 @@ PYBIND11_MODULE(_native, module) {
              "num_micro_batches"_a, "ranks"_a, "total_weight"_a, "largest_weight"_a, "unit_weight"_a, "max_tokens"_a,
              "batch_tokens"_a, "crossover_tokens"_a, "max_delay_steps"_a);
   module.def("choose_sharding", &choose_sharding, "length"_a, "cp_size"_a, "strategies"_a, "most_shares"_a, "kernel"_a,
-             "exchanges"_a, "num_mirrored"_a, "costs"_a);
-  module.def("attention_times", &attention_times, "segments"_a, "bounds"_a, "call_sets"_a, "rounds"_a, "costs"_a);
+             "costs"_a);
+  module.def("attention_times", &attention_times, "segments"_a, "bounds"_a, "cp_size"_a, "shares"_a, "costs"_a);
   module.def("makespans", &makespans<double>, "first"_a, "second"_a, "end"_a, "time"_a, "num_slots"_a,
              py::arg("work").noconvert());
   module.def("makespans", &makespans<int64_t>, "first"_a, "second"_a, "end"_a, "time"_a, "num_slots"_a,

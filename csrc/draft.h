@@ -39,13 +39,13 @@ class Draft {
     for (const Load& rank : ranks_) slowest_ = std::max(slowest_, kernel_.time(rank.calls() * launches(), rank.counts));
   }
 
-  // Predicted, of the slowest rank, with the exchange at a price of a moved row.
-  double time(double exchange) const { return slowest_ + exchange * static_cast<double>(moved_); }
+  // Predicted, of the slowest rank, with the exchange.
+  double time() const { return slowest_ + exchange(); }
+
+  // Of the document that was added last, nothing yet.
+  double exchange() const { return kernel_.exchange * static_cast<double>(moved_); }
 
   double work(size_t rank) const { return kernel_.time(0, ranks_[rank].counts); }
-
-  // Rows of K and V through the busiest rank; of the document that was added last, nothing yet.
-  int64_t moved() const { return moved_; }
 
   const std::vector<Piece>& pieces() const { return pieces_; }
 
@@ -65,7 +65,7 @@ class Draft {
   std::vector<Load> ranks_;
   std::vector<Piece> pieces_;
   size_t ended_ = 0;  // pieces of documents before the last
-  int64_t moved_ = 0;
+  int64_t moved_ = 0;  // rows of K and V through the busiest rank
   double slowest_ = 0;
 };
 

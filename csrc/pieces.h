@@ -2,6 +2,7 @@
 // `KernelModel` of megatron_wlb/hardware/profile.py and megatron_wlb/sharding/routing.py count the same.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -21,11 +22,12 @@ struct Counts {
   }
 };
 
-// `KernelModel`, but for its price of an exchange.
+// `KernelModel`.
 struct Kernel {
   int64_t tile_rows;  // a power of two
   double launch, tile, query_tile;
   int64_t heads, parts;
+  double exchange;  // price of a row that is moved
   int tile_bits = bits(tile_rows);
 
   // Query tile j (j = 0, 1, ...) ends at row start + (j + 1) * tile_rows and sees ceil(that / tile_rows) key tiles.
@@ -56,6 +58,11 @@ struct Piece {
   size_t rank() const { return call / 2; }
   bool is_tail() const { return call % 2; }
 };
+
+// A document's pieces are on several ranks.
+inline bool is_shared(const Piece* begin, const Piece* end) {
+  return std::any_of(begin, end, [&](const Piece& piece) { return piece.rank() != begin->rank(); });
+}
 
 // What documents ask of a rank.
 struct Load {

@@ -1,41 +1,28 @@
 // In which rounds the attention of a micro-batch runs, whose documents are on their ranks, so that K and V of each
 // travel while the one before computes. Documents that are whole on a rank need no exchange and go first. The others go
-// in up to three sets, or together but some key heads after the other; or the one with most work, or all of them, go in
-// parts, every rank its own keys first, then shares of all others as they arrive. Whichever is predicted to be fastest
-// is taken: little travels before there is anything to compute, and little leaves when nothing is left to compute.
-// tests/reference/rounds.py is the same in Python, to the bit.
+// together, or in parts: every rank its own keys first, then shares of all others as they arrive. Whichever is
+// predicted to be fastest is taken: little travels before there is anything to compute, and little leaves when nothing
+// is left to compute. tests/reference/rounds.py is the same in Python, to the bit.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <optional>
-#include <utility>
 #include <vector>
 
 #include "pieces.h"
 
 namespace wlb {
 
-struct Round {
-  int64_t document_set;
-  std::optional<std::pair<int64_t, int64_t>> heads = {};
-  std::optional<std::pair<double, double>> keys = {};
-};
-
 // `RoundCosts` of megatron_wlb/sharding/select.py and its `ExchangeModel`.
 struct RoundCosts {
   Kernel forward, backward;
   double latency, arrive, leave, ahead, merge;
   bool kept;
-  int64_t num_heads;
-  std::vector<int64_t> edges;
   std::vector<std::vector<double>> shares;
 };
 
 struct Rounds {
-  double time;                // predicted, forward and backward
-  std::vector<int64_t> sets;  // of each document; 0 for those that are whole on a rank
-  std::vector<Round> rounds;
+  double time;                 // predicted, forward and backward
+  std::vector<double> shares;  // bounds of parts; empty: together
 };
 
 // Throws std::invalid_argument for what cannot be tried.
@@ -43,7 +30,7 @@ void check(const RoundCosts& costs);
 
 // The fastest rounds for documents in pieces, a document's one after the other in the order of their rows. O(pieces),
 // and sorts the documents that are on several ranks.
-Rounds in_rounds(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_size, const RoundCosts& costs);
+Rounds in_rounds(const std::vector<Piece>& pieces, size_t cp_size, const RoundCosts& costs);
 
 // Kernels of every rank, and how long these take together with the exchange.
 struct AttentionTimes {
@@ -51,8 +38,8 @@ struct AttentionTimes {
   double forward_end, backward_end;
 };
 
-// What attention takes in given rounds, by the set of every document. Pieces as in `in_rounds`.
-AttentionTimes attention_times(const std::vector<Piece>& pieces, const std::vector<int64_t>& sets, size_t cp_size,
-                               const std::vector<Round>& rounds, const RoundCosts& costs);
+// What attention takes by `Rounds::shares`. Pieces as in `in_rounds`.
+AttentionTimes attention_times(const std::vector<Piece>& pieces, size_t cp_size, const std::vector<double>& shares,
+                               const RoundCosts& costs);
 
 }  // namespace wlb

@@ -14,39 +14,6 @@
 namespace wlb {
 namespace {
 
-using Finished = std::shared_ptr<const Draft>;
-
-// Between drafts, for the least time at every price of a moved row.
-class Race {
- public:
-  explicit Race(const std::vector<double>& exchanges) : exchanges_(exchanges), best_(exchanges.size()) {}
-
-  // Whether a draft with so much work of a rank and so many moved rows is slower than the best, at all prices.
-  bool is_lost(double work, int64_t moved) const {
-    const auto rows = static_cast<double>(moved);
-    for (size_t i = 0; i < best_.size(); ++i)
-      if (!best_[i] || !(work + exchanges_[i] * rows > best_[i]->time(exchanges_[i]))) return false;
-    return true;
-  }
-
-  // The first one wins a tie; there may be none.
-  void enter(const Finished& draft) {
-    for (size_t i = 0; draft && i < best_.size(); ++i)
-      if (!best_[i] || draft->time(exchanges_[i]) < best_[i]->time(exchanges_[i])) best_[i] = draft;
-  }
-
-  // The winners, a draft that wins at neighbouring prices once.
-  std::vector<Finished> winners() const {
-    std::vector<Finished> each = best_;
-    each.erase(std::unique(each.begin(), each.end()), each.end());
-    return each;
-  }
-
- private:
-  const std::vector<double>& exchanges_;
-  std::vector<Finished> best_;
-};
-
 class Sharder {
  public:
   Sharder(const std::vector<int64_t>& lengths, int64_t cp_size, const Kernel& kernel)
@@ -70,32 +37,17 @@ class Sharder {
     work_ = kernel.time(0, left);
   }
 
-  // The longest in the middle, of the first `count` documents; the others stay where they are.
-  std::vector<int64_t> mirrored_order(int64_t count) const {
-    std::vector<int64_t> order(lengths_.size());
-    std::iota(order.begin(), order.end(), int64_t{0});
-    int64_t k = 0;
-    const int64_t half = count / 2;
-    for (const Next& next : longest_first_)
-      if (next.document < count) {
-        order[static_cast<size_t>(k % 2 ? half - 1 - k / 2 : half + k / 2)] = next.document;
-        ++k;
-      }
-    return order;
-  }
-
   // These fill a draft, or return false where it is clear that it cannot win.
   bool whole(Draft& draft) const {
     for (size_t d = 0; d < lengths_.size(); ++d) draft.add(0, {static_cast<int64_t>(d), 0, lengths_[d]});
     return true;
   }
 
-  bool per_sequence(int64_t num_mirrored, Draft& draft) const {
-    const std::vector<int64_t> order = mirrored_order(num_mirrored);
+  bool per_sequence(Draft& draft) const {
     const int64_t chunk = share_ / 2;
     int64_t begin = 0, c = 0;
-    for (size_t d = 0; d < order.size(); ++d) {
-      const int64_t end = begin + lengths_[static_cast<size_t>(order[d])];
+    for (size_t d = 0; d < lengths_.size(); ++d) {
+      const int64_t end = begin + lengths_[d];
       for (int64_t at = begin; at < end;) {
         const int64_t stop = std::min(end, (c + 1) * chunk);
         draft.add_chunk(c, {static_cast<int64_t>(d), at - begin, stop - begin});
@@ -137,7 +89,7 @@ class Sharder {
     return shares;
   }
 
-  bool hybrid(const std::vector<int64_t>& shares, const Race& race, Draft& draft) const {
+  bool hybrid(const std::vector<int64_t>& shares, const Draft* best, Draft& draft) const {
     Ranks ranks(draft, cp_size_, share_, kernel_.tile_rows);
     for (size_t i = 0; i < longest_first_.size(); ++i) {
       const Next& next = longest_first_[i];
@@ -147,7 +99,7 @@ class Sharder {
         ranks.spread(next.document, next.length, shares[i]);
       else
         ranks.fill(next.document, next.length);
-      if (race.is_lost(ranks.most_work, draft.moved())) return false;
+      if (best && ranks.most_work + draft.exchange() > best->time()) return false;
     }
     return true;
   }
@@ -181,71 +133,57 @@ void check(const std::vector<int64_t>& lengths, int64_t cp_size, const Choice& c
   if (cp_size > 1 && tokens % (2 * cp_size))
     throw std::invalid_argument("the micro-batch has " + std::to_string(tokens) + " tokens; it must be a multiple of " +
                                 std::to_string(2 * cp_size));
-  check_range("num_mirrored", choice.num_mirrored, 0, cp_size > 1 ? static_cast<int64_t>(lengths.size()) : 0);
-  if (choice.exchanges.empty() || (choice.exchanges.size() > 1 && !choice.costs))
-    throw std::invalid_argument("there are " + std::to_string(choice.exchanges.size()) +
-                                " prices of a moved row; give one, or several with rounds");
   if (!choice.costs) return;
   check(*choice.costs);
   if (choice.costs->forward.tile_rows != tile_rows)
     throw std::invalid_argument("rounds have tiles of another size");
 }
 
-// The fastest sharding at every price, and last per-sequence in mirrored order, if that is asked for.
-std::vector<Finished> fastest(const std::vector<int64_t>& lengths, int64_t cp_size, const Choice& choice,
-                              const Sharder& sharder) {
-  Race race(choice.exchanges);
-  const auto draft = [&](const std::string& strategy, auto&& fill) -> Finished {
-    const auto made = std::make_shared<Draft>(strategy, choice.kernel, static_cast<size_t>(cp_size), lengths.size());
-    if (!fill(*made)) return nullptr;
+// Of a tie the first wins.
+Draft fastest(const std::vector<int64_t>& lengths, int64_t cp_size, const Choice& choice, const Sharder& sharder) {
+  std::unique_ptr<Draft> best;
+  const auto attempt = [&](const std::string& strategy, auto&& fill) {
+    auto made = std::make_unique<Draft>(strategy, choice.kernel, static_cast<size_t>(cp_size), lengths.size());
+    if (!fill(*made)) return;
     made->finish();
-    return made;
-  };
-  const auto per_sequence = [&](int64_t num_mirrored) {
-    return draft("per-sequence", [&](Draft& made) { return sharder.per_sequence(num_mirrored, made); });
+    if (!best || made->time() < best->time()) best = std::move(made);
   };
   std::set<std::vector<int64_t>> tried;
-  if (cp_size == 1) race.enter(draft("whole", [&](Draft& made) { return sharder.whole(made); }));
+  if (cp_size == 1) attempt("whole", [&](Draft& made) { return sharder.whole(made); });
   for (const std::string& strategy : choice.strategies) {
     if (cp_size == 1) break;
     if (strategy == "per-sequence")
-      race.enter(per_sequence(0));
+      attempt(strategy, [&](Draft& made) { return sharder.per_sequence(made); });
     else if (strategy == "per-document")
-      race.enter(draft(strategy, [&](Draft& made) { return sharder.per_document(made); }));
+      attempt(strategy, [&](Draft& made) { return sharder.per_document(made); });
     else if (strategy == "hybrid")
       for (double most_share : choice.most_shares) {
         const std::vector<int64_t> shares = sharder.shares(most_share);
         if (tried.insert(shares).second)
-          race.enter(draft(strategy, [&](Draft& made) { return sharder.hybrid(shares, race, made); }));
+          attempt(strategy, [&](Draft& made) { return sharder.hybrid(shares, best.get(), made); });
       }
     else
       throw std::invalid_argument("unknown sharding " + strategy + "; choose per-sequence, per-document or hybrid");
   }
-  std::vector<Finished> drafts = race.winners();
-  if (!drafts[0]) throw std::invalid_argument("nothing is tried; give a strategy, and shares if that is hybrid");
-  if (choice.num_mirrored > 0) drafts.push_back(per_sequence(choice.num_mirrored));
-  return drafts;
+  if (!best) throw std::invalid_argument("nothing is tried; give a strategy, and shares if that is hybrid");
+  return std::move(*best);
 }
 
-// The calls of every rank: heads and tails; with sets first whole documents, then heads and tails of every set.
-void arrange(const std::vector<Piece>& pieces, const std::vector<int64_t>& sets, size_t cp_size, Sharding& plan) {
-  const bool in_rounds = !sets.empty();
-  const size_t num_calls = in_rounds ? 1 + 2 * static_cast<size_t>(*std::max_element(sets.begin(), sets.end()))
-                                  : std::min<size_t>(cp_size, 2);
-  for (size_t i = 0; i < num_calls; ++i) plan.call_sets.push_back(in_rounds ? (static_cast<int64_t>(i) + 1) / 2 : 0);
-  std::vector<size_t> first(plan.order.size());  // piece of each document
-  for (size_t i = 0; i < pieces.size(); ++i)
-    if (pieces[i].segment.start == 0) first[static_cast<size_t>(pieces[i].segment.document)] = i;
+// The calls of every rank: heads and tails; in rounds whole documents before these.
+void arrange(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_size, bool in_rounds, Sharding& plan) {
+  const size_t num_calls = in_rounds ? 3 : std::min<size_t>(cp_size, 2);
+  std::vector<const Piece*> first(num_documents);
+  for (const Piece& piece : pieces)
+    if (piece.segment.start == 0) first[static_cast<size_t>(piece.segment.document)] = &piece;
+  const Piece* const last = pieces.data() + pieces.size();
   const auto each = [&](auto&& take) {
-    for (size_t d = 0; d < first.size(); ++d) {
-      const size_t set = in_rounds ? static_cast<size_t>(sets[d]) : 1;
-      size_t i = first[d], stop = i + 1;
-      while (stop < pieces.size() && pieces[stop].segment.start > 0) ++stop;
-      if (set == 0)
-        take(pieces[i].rank() * num_calls, Segment{static_cast<int64_t>(d), 0, pieces[stop - 1].segment.stop});
+    for (const Piece* begin : first) {
+      const Piece* end = begin + 1;
+      while (end < last && end->segment.start > 0) ++end;
+      if (in_rounds && !is_shared(begin, end))
+        take(begin->rank() * num_calls, Segment{begin->segment.document, 0, (end - 1)->segment.stop});
       else
-        for (; i < stop; ++i)
-          take(pieces[i].rank() * num_calls + (in_rounds ? 2 * set - 1 : 0) + pieces[i].is_tail(), pieces[i].segment);
+        for (; begin < end; ++begin) take(begin->rank() * num_calls + in_rounds + begin->is_tail(), begin->segment);
     }
   };
   plan.bounds.assign(cp_size * num_calls + 1, 0);
@@ -260,22 +198,13 @@ void arrange(const std::vector<Piece>& pieces, const std::vector<int64_t>& sets,
 
 Sharding choose_sharding(const std::vector<int64_t>& lengths, int64_t cp_size, const Choice& choice) {
   check(lengths, cp_size, choice);
-  const Sharder sharder(lengths, cp_size, choice.kernel);
-  const std::vector<Finished> drafts = fastest(lengths, cp_size, choice, sharder);
+  const Draft best = fastest(lengths, cp_size, choice, Sharder(lengths, cp_size, choice.kernel));
   const auto ranks = static_cast<size_t>(cp_size);
-  Finished best;
-  Rounds rounds{};
-  for (const Finished& draft : drafts) {
-    Rounds now{draft->time(choice.exchanges[0]), {}, {{0}}};
-    if (choice.costs) now = in_rounds(draft->pieces(), lengths.size(), ranks, *choice.costs);
-    if (best && now.time >= rounds.time) continue;
-    best = draft;
-    rounds = std::move(now);
-  }
-  const bool is_mirrored = choice.num_mirrored > 0 && best == drafts.back();
-  Sharding plan{best->strategy, rounds.time, sharder.mirrored_order(is_mirrored ? choice.num_mirrored : 0), {}, {}, {},
-                std::move(rounds.rounds)};
-  arrange(best->pieces(), rounds.sets, ranks, plan);
+  const bool runs_in_rounds = choice.costs.has_value();
+  Rounds rounds{best.time(), {}};
+  if (runs_in_rounds) rounds = in_rounds(best.pieces(), ranks, *choice.costs);
+  Sharding plan{best.strategy, rounds.time, {}, {}, std::move(rounds.shares)};
+  arrange(best.pieces(), lengths.size(), ranks, runs_in_rounds, plan);
   return plan;
 }
 

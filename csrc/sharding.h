@@ -17,19 +17,15 @@ struct Choice {
   std::vector<std::string> strategies;
   std::vector<double> most_shares;  // with each of which hybrid is tried
   Kernel kernel;
-  std::vector<double> exchanges;  // prices of a row that is moved; a sharding is taken for each
-  int64_t num_mirrored;           // per-sequence is also tried with so many first documents in mirrored order
-  std::optional<RoundCosts> costs;  // by which the best of these is taken, else by what chose them
+  std::optional<RoundCosts> costs;  // of the rounds in which attention is to run
 };
 
 struct Sharding {
   std::string strategy;
   double time;                    // predicted, of the slowest rank
-  std::vector<int64_t> order;     // of documents
   std::vector<Segment> segments;  // of all calls, rank by rank
   std::vector<int64_t> bounds;    // where each call begins
-  std::vector<int64_t> call_sets;
-  std::vector<Round> rounds;
+  std::vector<double> shares;     // of `Rounds`
 };
 
 // A single rank holds all in one piece. Throws std::invalid_argument for what cannot be sharded.

@@ -39,23 +39,13 @@ def choose_sharding(
     strategies: Sequence[str],
     most_shares: Sequence[float],
     kernel: KernelModel,
-    exchanges: Sequence[float],
-    num_mirrored: int,
     costs: RoundCosts | None,
-) -> tuple[
-    NDArray[np.int64],
-    str,
-    float,
-    NDArray[np.int64],
-    list[int],
-    list[int],
-    list[tuple[int, tuple[int, int] | None, tuple[float, float] | None]],
-]: ...
+) -> tuple[str, float, NDArray[np.int64], list[int], list[float]]: ...
 def attention_times(
     segments: NDArray[np.int64],
     bounds: Sequence[int],
-    call_sets: Sequence[int],
-    rounds: Sequence[tuple[int, tuple[int, int] | None, tuple[float, float] | None]],
+    cp_size: int,
+    shares: Sequence[float],
     costs: RoundCosts,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float, float]: ...
 def makespans[Time: (np.float64, np.int64)](

@@ -180,8 +180,7 @@ class Job:
     packing: Packing
     sharding: Sharding = Sharding()
     reorder: bool = True
-    """Place and order micro-batches, and documents in them, by work. False keeps the order of packing, as Megatron
-    does."""
+    """Place and order micro-batches by work. False keeps the order of packing, as Megatron does."""
     whole_documents: bool = False
     """A step trains whole documents, so that its tokens vary (`--wlb-documents whole`)."""
     cp_exchange: str = "shared"
@@ -323,7 +322,7 @@ class Job:
 
     @property
     def reorders(self) -> bool:
-        """Whether micro-batches and documents are reordered by work."""
+        """Whether micro-batches are reordered by work."""
         return self.reorder and not self.packing.keeps_order
 
     def schedule(self, num_micro_batches: int | None = None) -> Schedule:

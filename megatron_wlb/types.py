@@ -3,8 +3,10 @@
 A sample of Megatron's dataset consists of pieces of documents; each is a document for everything that follows.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -93,26 +95,42 @@ class Shard:
     """What one context-parallel rank holds of a micro-batch.
 
     One varlen attention call computes each of its *calls*: segments in which a document occurs at most once, in order.
-    Local rows are those of its calls: of a set of documents first heads and what is whole or cut once, then tails.
+    Local rows follow the calls. For attention in rounds these are documents that are whole on the rank, then heads and
+    tails of others; else heads with what is whole, and tails; on a single rank all documents.
     """
 
     calls: tuple[np.ndarray, ...]
-    """SEGMENT arrays; one may be empty."""
+    """SEGMENT arrays; some may be empty."""
 
     @property
     def tokens(self) -> int:
         return int(sum((c["stop"] - c["start"]).sum() for c in self.calls))
 
 
-class Round(NamedTuple):
-    """A part of attention whose K and V travel while the round before computes."""
+class Keys(Enum):
+    """Documents of a round of attention, and which of their keys its queries see."""
 
-    document_set: int
-    heads: tuple[int, int] | None = None
-    """Key heads of a rank [first, stop), with the query heads that read them; None: all."""
-    keys: tuple[float, float] | None = None
-    """For documents in parts, merged by log-sum-exps: (0, 0) is each segment with its own keys, which runs first; (low,
-    high) that share of all others, by the rows of every segment. None: all keys at once."""
+    ALL = "all"
+    """All documents, all keys."""
+    WHOLE = "whole"
+    """Documents that are whole on a rank, all keys: nothing is exchanged."""
+    SHARED = "shared"
+    """The other documents, all keys."""
+    OWN = "own"
+    """The other documents, in parts that are merged by log-sum-exps: of each segment its own keys."""
+
+
+class Share(NamedTuple):
+    """A round of documents in parts: the share [low, high) of the keys of other ranks, by the rows of every segment.
+
+    With the first share, tails also see the heads of their rank.
+    """
+
+    low: float
+    high: float
+
+
+Round = Keys | Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,20 +145,22 @@ class ShardPlan:
     """per-sequence, per-document, hybrid, or whole for a single rank."""
     time: float = math.nan
     """Predicted time of the slowest rank, in the unit of the kernel model that chose the strategy."""
-    call_sets: tuple[int, ...] = (0, 0)
-    """The set of documents, counted from 0, that each call of every shard is for; ascending."""
-    rounds: tuple[Round, ...] = (Round(0),)
-    """The order in which attention runs; every head of every set of documents once."""
+    shares: tuple[float, ...] = ()
+    """Bounds from 0 to 1 of the `Share`s in which keys of other ranks arrive; (): all at once."""
 
-    def first_row(self, cp_rank: int, document_set: int) -> int:
-        """Local rows that a rank holds before those of a set of documents."""
-        calls = zip(self.shards[cp_rank].calls, self.call_sets, strict=True)
-        return sum(int((call["stop"] - call["start"]).sum()) for call, of in calls if of < document_set)
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """The order in which attention runs; K and V of a round travel while the round before computes."""
+        if len(self.shards[0].calls) < 3:
+            return (Keys.ALL,)
+        whole, *shared = (any(map(len, calls)) for calls in zip(*(each.calls for each in self.shards), strict=True))
+        parts: list[Round] = [Keys.OWN, *(Share(*bounds) for bounds in itertools.pairwise(self.shares))]
+        return (*[Keys.WHOLE] * whole, *any(shared) * (parts if self.shares else [Keys.SHARED]))
 
-    def segments(self, cp_rank: int, document_set: int) -> np.ndarray:
-        """SEGMENT rows that a rank holds of a set of documents, in local order."""
-        calls = zip(self.shards[cp_rank].calls, self.call_sets, strict=True)
-        return np.concatenate([call for call, of in calls if of == document_set], dtype=SEGMENT)
+    def calls(self, cp_rank: int, of: Round) -> tuple[np.ndarray, ...]:
+        """Return the calls of a rank that have the documents of a round."""
+        calls = self.shards[cp_rank].calls
+        return calls if of is Keys.ALL else calls[:1] if of is Keys.WHOLE else calls[1:]
 
 
 def document_work(lengths: np.ndarray, crossover_tokens: int) -> np.ndarray:

@@ -104,12 +104,12 @@ def published() -> str:
 
 def cp_attention() -> str:
     """Speed-ups of the slowest rank's attention over per-sequence sharding, and the share of the attainable gain."""
-    shown = ("per-sequence, mirrored order", "per-document", "wlb", "auto")
+    shown = ("per-document", "wlb", "auto")
     lines = []
     for (packing, cp), of in _balance("F2", ("original", "adaptive"), (2, 4, 8, 16, 32)):
         cells = [f"{of[name]['speedup']:.2f} ({100 * of[name]['share_of_gain']:.0f} %)" for name in shown]
         lines.append([packing, str(cp), *cells, f"{of['limit']['speedup']:.2f}"])
-    titles = ["packing", "CP", "per-sequence, mirrored", "per-document", "`wlb`", "`auto` (ours)", "limit"]
+    titles = ["packing", "CP", "per-document", "`wlb`", "`auto` (ours)", "limit"]
     return _table(titles, lines)
 
 

@@ -166,9 +166,7 @@ def kernels(bench: Bench) -> None:
                 documents = np.zeros(entries, SEGMENT)
                 documents["document"], documents["stop"] = np.arange(entries), keys
                 documents["start"] = keys - queries
-                plan = ShardPlan(
-                    lengths=np.full(entries, keys), shards=(Shard(calls=(documents,)),), strategy="", call_sets=(0,)
-                )
+                plan = ShardPlan(lengths=np.full(entries, keys), shards=(Shard(calls=(documents,)),), strategy="")
                 row["entries"] = entries
                 for name, call in zip(("forward", "backward"), attention(bench, plan, 0, heads, options), strict=True):
                     call()  # which does not count
@@ -215,7 +213,7 @@ def shardings(bench: Bench) -> None:
             measured: dict[str, list[float]] = defaultdict(list)
             predicted: dict[str, list[float]] = defaultdict(list)
             for lengths in made:
-                plans = {name: shard(lengths, given)[1] for name, given in jobs.items()}
+                plans = {name: shard(lengths, given) for name, given in jobs.items()}
                 for name, ms in slowest(bench, plans, heads).items():
                     measured[name].append(ms)
                     counts = np.array([kernel.count_shard(each.calls) for each in plans[name].shards])

@@ -92,7 +92,7 @@ class Case:
 
 def crossover(job: Job) -> int:
     """Length at which attention of a layer, forward and backward, takes as long as everything else in it."""
-    _, plan = shard(np.array([job.context_length]), job.sharded(cp_sharding="per-document"))
+    plan = shard(np.array([job.context_length]), job.sharded(cp_sharding="per-document"))
     times = pass_times(job, [plan]).layers
     linear = sum(float((t.linear + t.tensor + t.exchange)[0]) for t in times)
     return round(job.context_length * linear / sum(float(t.attention.mean()) for t in times))
@@ -152,7 +152,7 @@ def llama3_tflops() -> dict[str, float]:
         parallel = replace(big.parallel, cp=1, dp=dp, vpp=8)
         counts = dict.fromkeys(("num_micro_batches", "global_batch_size"), micro_batches * dp)
         job = replace(big, parallel=parallel, context_length=8192, max_tokens=8192, **counts)
-        _, plan = shard(np.array([8192]), job)
+        plan = shard(np.array([8192]), job)
         step = simulate_step(job, [[plan] * micro_batches] * dp)
         model, tokens = job.model, 8192 * micro_batches * dp
         weights = model.num_layers * model.layer_weights + model.vocabulary_weights

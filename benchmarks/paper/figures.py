@@ -257,7 +257,7 @@ def figure_15(micro_batches: int) -> list[Row]:
 def _layer(case: Case, scheme: Scheme, lengths: np.ndarray) -> tuple[LayerTimes, LayerTimes]:
     """Forward and backward of a layer over one micro-batch, sharded as a scheme does."""
     job = scheme.job(case)
-    return pass_times(job, [shard(lengths, job)[1]]).layers
+    return pass_times(job, [shard(lengths, job)]).layers
 
 
 def _time(layers: tuple[LayerTimes, LayerTimes]) -> float:

@@ -274,7 +274,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
         "original_work": plan.original_work.tolist(),
         "work": plan.work.tolist(),
         "micro_batches": [
-            {"tokens": m.tokens, "strategy": m.shards.strategy, "rounds": m.shards.rounds} for m in plan.micro_batches
+            {"tokens": m.tokens, "strategy": m.shards.strategy, "shares": m.shards.shares} for m in plan.micro_batches
         ],
         "lengths": [lengths.tolist() for lengths in plan.batch.lengths],
         "ranks": None if plan.batch.ranks is None else plan.batch.ranks.tolist(),

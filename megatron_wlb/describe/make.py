@@ -104,7 +104,7 @@ def _cp_exchange(job: Job) -> str:
     def time(cp_exchange: str) -> float:
         tried = replace(job, cp_exchange=cp_exchange)
         again = expansion(tried)[0] * job.context_length / job.parallel.cp if tried.expands_again else 0.0
-        return shard(lengths, tried)[1].time + again
+        return shard(lengths, tried).time + again
 
     return min(("shared", "latents"), key=time)
 

@@ -64,7 +64,7 @@ class StepPlan:
     digests: dict[str, int]
     """`digest_of` parts of the plan that are the same on all ranks."""
     own_digest: int
-    """`digest_of` what ranks of one data-parallel rank share: order, shards, rounds."""
+    """`digest_of` what ranks of one data-parallel rank share: documents, shards."""
     counted: np.ndarray | None = None
     """What `Planner`'s `count` returned."""
 
@@ -99,9 +99,9 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
     mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
     micro_batches = []
     for documents in map(batch.micro_batch, mine):
-        order, shards = select.shard(documents["length"], job)
+        shards = select.shard(documents["length"], job)
         micro_batches.append(
-            MicroBatchPlan(step=packed.step, first_sample=packed.first, documents=documents[order], shards=shards)
+            MicroBatchPlan(step=packed.step, first_sample=packed.first, documents=documents, shards=shards)
         )
     return StepPlan(
         packed=packed,
@@ -137,7 +137,7 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray], ranks: np.ndarray | None
     work = np.array([document_work(each, job.crossover_tokens).sum() for each in lengths])
     rows, paces = _placed(work, tokens, job, ranks)
     mine = [row[placement.order(pace, job)] for row, pace in zip(rows, paces, strict=True)]
-    return [[select.shard(lengths[i], job)[1] for i in row] for row in mine]
+    return [[select.shard(lengths[i], job) for i in row] for row in mine]
 
 
 def _placed(
@@ -153,7 +153,7 @@ def _placed(
 def _agreed(micro_batch: MicroBatchPlan) -> list[Any]:
     shards = micro_batch.shards
     calls = [call for shard in shards.shards for call in shard.calls]
-    return [micro_batch.documents, shards.lengths, shards.call_sets, shards.rounds, *calls]
+    return [micro_batch.documents, shards.lengths, shards.shares, *calls]
 
 
 def digest_of(*parts: Any) -> int:

@@ -67,7 +67,7 @@ class Sum:
     """Sums dK and dV over the parts of their rows."""
 
     def __init__(self, dk: Tensor, dv: Tensor) -> None:
-        """Write dk [n, h, D] and dv [n, h, Dv] once `left` parts are done."""
+        """Write dk [n, Hkv, D] and dv [n, Hkv, Dv] once `left` parts are done."""
         self._into, self.left = (dk, dv), 0
         self._total: Tensor | None = None
 
@@ -133,9 +133,9 @@ def of_gradients(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def only_part(metadata: ShardMetadata) -> Part:
-    if len(metadata.rounds) > 1:
+    if len(metadata.layouts) > 1:
         raise ValueError(
-            f"a plan of {len(metadata.rounds)} rounds, and all keys are there at once; plan for a job whose "
+            f"a plan of {len(metadata.layouts)} rounds, and all keys are there at once; plan for a job whose "
             "cp_exchange is latents"
         )
     return metadata.parts[0]

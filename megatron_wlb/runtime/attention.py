@@ -1,12 +1,12 @@
 """Causal attention of packed documents over context-parallel ranks.
 
 Shapes: s local rows; Hq query heads, a multiple of the Hkv key heads; head size D, Dv of values. Attention runs in
-rounds (`ShardPlan.rounds`), each for a set of documents with n of the rows and P keys, and for h of the key heads with
-their query heads. While a round computes, K and V of the next one arrive, and dK and dV of the last one leave. `kv`
-holds K and V `side_by_side`: one copy frees the QKV projection, and one collective moves both.
+rounds (`ShardPlan.rounds`), each a `Part` with n of the rows and P keys. While a round computes, K and V of the next
+one arrive, and dK and dV of the last one leave. `kv` holds K and V `side_by_side`: one copy frees the QKV projection,
+and one collective moves both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, of_gradients, only_part
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
-from megatron_wlb.sharding.routing import OWN
+from megatron_wlb.types import Keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,70 +104,65 @@ class _ContextParallelAttention(torch.autograd.Function):
         """Without v, k holds K and V of all keys, `side_by_side`."""
         q, kv, arrived = owned(q), k if v is None else side_by_side(k, v), v is None
         out = q.new_empty((*q.shape[:2], keys_and_values(kv, q.shape[-1])[1].shape[-1]))
-        rounds = _rounds(q, k, metadata, arrived)
-        arriving = _arriving(kv, rounds, group)
+        parts = _arrived(metadata) if arrived else metadata.parts
+        arriving = _arriving(kv, parts, group)
         lse: list[Tensor] = []
-        merged: dict[int, Tensor] = {}
         kept: list[Tensor] = []
-        for round in rounds:
-            part = round.part
+        for part in parts:
             kept.append(next(arriving))
-            into = None if part.causal else merged.get(part.of[0])
-            lse += attend(q[round.q], kept[-1], out[round.q], part, options, into)
-            if part.of[1] == OWN and part.calls:
-                merged[part.of[0]] = lse[-1]
+            # Shares come after own keys, whose log-sum-exps are the last ones.
+            merged = None if part.causal or not lse else lse[-1]
+            lse += attend(q[part.rows], kept[-1], out[part.rows], part, options, merged)
             if not (options.save_gathered and part.sent):
                 kept.pop()
         if sink is not None:
-            for (round, call), sums in zip(_own_calls(rounds), lse, strict=True):
-                score = sink[round.q[1], None].to(sums.dtype)
-                out[round.q][call.rows] *= torch.sigmoid(sums - score).T[:, :, None].to(out.dtype)
+            for (part, call), sums in zip(_own_calls(parts), lse, strict=True):
+                score = sink[:, None].to(sums.dtype)
+                out[part.rows][call.rows] *= torch.sigmoid(sums - score).T[:, :, None].to(out.dtype)
                 torch.logaddexp(sums, score, out=sums)
         ctx.save_for_backward(q, kv, out, sink, *lse, *kept)
-        ctx.setup, ctx.begun = (group, options, rounds, arrived), None
+        ctx.setup, ctx.begun = (group, options, parts, arrived), None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        group, options, rounds, arrived = ctx.setup
+        group, options, parts, arrived = ctx.setup
         (q, kv, out, sink, *lses), order, arriving = ctx.begun or _begin_backward(ctx)
         ctx.begun = None
         # A gradient may have any strides: the gradient of a plain sum has 0.
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dsink = torch.empty_like(q), None
         if sink is not None and ctx.needs_input_grad[3]:
-            dsink = _sink_gradient(sink, rounds, dout, out, lses)
-        if len(rounds) == 1 and rounds[0].part.keys_are_rows:
-            dkv = attend_backward(dout, q, kv, out, lses, dq, rounds[0].part, options).to(kv.dtype)
+            dsink = _sink_gradient(sink, parts, dout, out, lses)
+        if len(parts) == 1 and parts[0].keys_are_rows:
+            dkv = attend_backward(dout, q, kv, out, lses, dq, parts[0], options).to(kv.dtype)
             of_keys = (dkv, None) if arrived else keys_and_values(dkv, q.shape[-1])
             return dq, *of_keys, dsink, None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys_and_values(kv, q.shape[-1]))
-        lse: dict[int, list[Tensor]] = {}
-        for i, round in enumerate(rounds):
-            number, keys = round.part.of
-            if round.part.causal:
-                lse[i] = [lses.pop(0) for _ in round.part.calls]
+        lse: list[list[Tensor]] = []
+        sums: dict[slice, Sum] = {}
+        for part in parts:
+            if part.causal:
+                own = [lses.pop(0) for _ in part.calls]
+                lse.append(own)
             else:
-                own = next(j for j, other in enumerate(rounds) if other.part.of == (number, OWN))
-                lse[i] = [lse[own][0][:, call.rows].contiguous() for call in round.part.calls]
-            if keys == OWN:
-                dq[round.q].zero_()
-        sums: dict[tuple[int, int], Sum] = {}
-        for round in rounds:
-            sums.setdefault(round.rows_and_heads, Sum(dk[round.k], dv[round.k])).left += 1
+                lse.append([own[0][:, call.rows].contiguous() for call in part.calls])
+            if part.of is Keys.OWN:
+                dq[part.rows].zero_()
+            sums.setdefault(part.rows, Sum(dk[part.rows], dv[part.rows])).left += 1
         leaving: list[Leaving] = []
-        exchanged = sum(bool(round.part.sent) for round in rounds)
+        exchanged = sum(bool(part.sent) for part in parts)
         beside = of_gradients(group) if group is not None and exchanged > 2 else group
         for i in order:
-            round = rounds[i]
-            local = dout[round.q], q[round.q]
+            part = parts[i]
+            rows = part.rows
             leaving.append(
                 Leaving(
                     # No variables: they would keep these through the next round.
-                    attend_backward(*local, next(arriving), out[round.q], lse[i], dq[round.q], round.part, options),
-                    sums[round.rows_and_heads],
-                    round.part,
+                    attend_backward(dout[rows], q[rows], next(arriving), out[rows], lse[i], dq[rows], part, options),
+                    sums[rows],
+                    part,
                     beside,
                     None if options.gradients_in_fp32 else kv.dtype,
                 )
@@ -189,22 +184,22 @@ class _Begun(NamedTuple):
 
 
 def _begin_backward(ctx: Any) -> _Begun:
-    group, _, rounds, _ = ctx.setup
+    group, _, parts, _ = ctx.setup
     q, kv, out, sink, *rest = ctx.saved_tensors
-    calls = len(_own_calls(rounds))
+    calls = len(_own_calls(parts))
     # Rounds without an exchange go last, to overlap the last gradients that leave.
-    order = sorted(range(len(rounds)), key=lambda i: not rounds[i].part.sent)
-    arriving = _arriving(kv, [rounds[i] for i in order], group, kept=rest[calls:])
+    order = sorted(range(len(parts)), key=lambda i: not parts[i].sent)
+    arriving = _arriving(kv, [parts[i] for i in order], group, kept=rest[calls:])
     return _Begun([q, kv, out, sink, *rest[:calls]], order, arriving)
 
 
-def _sink_gradient(sink: Tensor, rounds: list["_Round"], dout: Tensor, out: Tensor, lses: list[Tensor]) -> Tensor:
+def _sink_gradient(sink: Tensor, parts: Sequence[Part], dout: Tensor, out: Tensor, lses: list[Tensor]) -> Tensor:
     """Return the gradient of `sink` [Hq]; out and log-sum-exps include the sink."""
     gradient = torch.zeros_like(sink, dtype=torch.promote_types(sink.dtype, torch.float32))
-    for (round, call), lse in zip(_own_calls(rounds), lses, strict=True):
-        share = torch.exp(sink[round.q[1], None] - lse)
-        products = dout[round.q][call.rows] * out[round.q][call.rows]
-        gradient[round.q[1]] -= (share * products.sum(-1, dtype=lse.dtype).T).sum(1)
+    for (part, call), lse in zip(_own_calls(parts), lses, strict=True):
+        share = torch.exp(sink[:, None] - lse)
+        products = dout[part.rows][call.rows] * out[part.rows][call.rows]
+        gradient -= (share * products.sum(-1, dtype=lse.dtype).T).sum(1)
     return gradient.to(sink.dtype)
 
 
@@ -245,75 +240,52 @@ def attend_backward(
     They are in fp32 (fp64 for fp64) if calls or ranks are summed, else in the dtype of kv. For a document in parts, out
     and lse cover all parts, and dq is added to.
     """
-    summed = len(part.calls) > 1 or part.sent or part.of[1] is not None
+    in_parts = part.of is Keys.OWN or not part.causal
+    summed = len(part.calls) > 1 or part.sent or in_parts
     dtype = torch.promote_types(kv.dtype, torch.float32) if summed else kv.dtype
     dkv = torch.empty_like(kv, dtype=dtype, memory_format=torch.contiguous_format)
     k, v = keys_and_values(kv, q.shape[-1])
     for i, ((call, args), sums) in enumerate(zip(options.calls(part, q.shape[-1]), lse, strict=True)):
         local = dout[call.rows], q[call.rows], k, v, out[call.rows], sums
         gradient = options.backend.backward(*local, dkv, args._replace(adds_up=i > 0))
-        if part.of[1] is None:
-            dq[call.rows] = gradient
-        else:
+        if in_parts:
             dq[call.rows] += gradient
+        else:
+            dq[call.rows] = gradient
     return dkv
 
 
-class _Round(NamedTuple):
-    """A round: its index into q, out, dq and lse, its index into k and v, its part."""
-
-    q: tuple[slice, slice]
-    k: tuple[slice, slice]
-    part: Part
-
-    @property
-    def rows_and_heads(self) -> tuple[int, int]:
-        """Key that the parts of a document share."""
-        return self.part.of[0], self.k[1].start
+def _arrived(metadata: ShardMetadata) -> tuple[Part, ...]:
+    """Return the only part of metadata for keys that are all here."""
+    return (replace(only_part(metadata), rows=slice(None), sent=(), received=(), keys_are_rows=True),)
 
 
-def _rounds(q: Tensor, k: Tensor, metadata: ShardMetadata, arrived: bool = False) -> list[_Round]:
-    """Return the rounds of q [s, Hq, D] and k; `arrived`: k has all keys."""
-    if arrived:
-        part = replace(only_part(metadata), sent=(), received=(), keys_are_rows=True)
-        return [_Round((part.rows, slice(None)), (slice(None), slice(None)), part)]
-    parts, per_key = {part.of: part for part in metadata.parts}, q.shape[1] // k.shape[1]
-    rounds = []
-    for number, heads, keys in metadata.rounds:
-        part, (first, stop) = parts[number, keys], heads or (0, k.shape[1])
-        query_heads = slice(first * per_key, stop * per_key)
-        rounds.append(_Round((part.rows, query_heads), (part.rows, slice(first, stop)), part))
-    return rounds
-
-
-def _own_calls(rounds: list[_Round]) -> list[tuple[_Round, Call]]:
+def _own_calls(parts: Sequence[Part]) -> list[tuple[Part, Call]]:
     """Return the causal calls; each keeps a log-sum-exp."""
-    return [(round, call) for round in rounds if round.part.causal for call in round.part.calls]
+    return [(part, call) for part in parts if part.causal for call in part.calls]
 
 
 def _arriving(
-    kv: Tensor, rounds: list[_Round], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
+    kv: Tensor, parts: Sequence[Part], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
 ) -> Iterator[Tensor]:
     """Yield K and V of P rows, round by round, each sent one round ahead, the first at once.
 
     With `kept`, the keys of rounds with an exchange, nothing is sent.
     """
-    of_round = (kv[round.k[0], ..., round.k[1], :] for round in rounds)
     if kept:
-        pairs = zip(rounds, of_round, strict=True)
-        return (kept.pop(0) if round.part.sent else finish(own, None, round.part) for round, own in pairs)
-    starts = (begin(own, round.part, group) for round, own in zip(rounds, of_round, strict=True))
-    return _ahead(rounds, starts, [next(starts)])
+        return (kept.pop(0) if part.sent else finish(kv[part.rows], None, part) for part in parts)
+    starts = (begin(kv[part.rows], part, group) for part in parts)
+    return _ahead(parts, starts, [next(starts)])
 
 
 def _ahead(
-    rounds: list[_Round],
+    parts: Sequence[Part],
     starts: Iterator[tuple[Tensor, dist.Work | None]],
     under_way: list[tuple[Tensor, dist.Work | None]],
 ) -> Iterator[Tensor]:
-    for round in rounds:
+    for part in parts:
         under_way += islice(starts, 1)
-        yield finish(*under_way.pop(0), round.part)
+        yield finish(*under_way.pop(0), part)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, keys: int, metadata: ShardMetadata, options: AttentionOptions) -> None:

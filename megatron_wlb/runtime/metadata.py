@@ -1,6 +1,6 @@
 """Integers of a micro-batch's attention on one CP rank, made once for all layers.
 
-Shapes: s local rows, of which a set of documents has n; P keys, the rows that local queries see of these documents.
+Shapes: s local rows, of which the documents of a round have n; P keys, the rows that local queries see of these.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.sharding.routing import exchange, positions
-from megatron_wlb.types import Round, ShardPlan
+from megatron_wlb.types import Keys, Round, ShardPlan
 
 
 class Call(NamedTuple):
@@ -30,10 +30,9 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartLayout:
-    """Documents, or a share of their keys, exchanged and computed together."""
+    """What a round exchanges and computes."""
 
-    of: tuple[int, tuple[float, float] | None]
-    """`document_set` and `keys` of its rounds."""
+    of: Round
     rows: slice
     """Local rows of the documents, n of them."""
     own_rows: slice
@@ -78,7 +77,6 @@ class ShardMetadata:
     encode: Encoding
     """Of the backend that the tables are for."""
     layouts: tuple[PartLayout, ...]
-    rounds: tuple[Round, ...]
     sizes: tuple[int, ...]
     """Of the int64 arrays that begin `integers`: positions, then four for every `Part`; then the int32 tables."""
     integers: Tensor
@@ -95,21 +93,23 @@ class ShardMetadata:
                 "plan with the size of the context-parallel group"
             )
         arrays, layouts, tables = [positions(plan.shards[cp_rank])], [], []
-        first = {number: plan.first_row(cp_rank, number) for number in plan.call_sets}
-        for number, keys in dict.fromkeys((round.document_set, round.keys) for round in plan.rounds):
-            moved, calls = exchange(plan, cp_rank, number, keys), []
+        of_whole = sum(int((call["stop"] - call["start"]).sum()) for call in plan.calls(cp_rank, Keys.WHOLE))
+        whole, shared = slice(0, of_whole), slice(of_whole, len(arrays[0]))
+        rows_of: dict[Round, slice] = {Keys.ALL: slice(0, len(arrays[0])), Keys.WHOLE: whole}
+        for of in plan.rounds:
+            moved, rows, calls = exchange(plan, cp_rank, of), rows_of.get(of, shared), []
             for begin, segments in moved.calls:
                 table, max_q, max_k = encode(moved.key_begins, segments)
                 stop = begin + int((segments["stop"] - segments["start"]).sum())
                 calls.append(Call(slice(begin, stop), table.shape, max_q, max_k))
                 tables.append(table.ravel())
-            gather, rows = moved.gather, slice(first[number], first.get(number + 1, len(arrays[0])))
+            gather = moved.gather
             arrays += [gather, moved.sent_rows, moved.arrived_keys, moved.own_keys]
             layouts.append(
                 PartLayout(
-                    of=(number, keys),
+                    of=of,
                     rows=rows,
-                    own_rows=slice(*moved.own_rows),
+                    own_rows=slice(moved.own_rows),
                     keys_are_rows=not moved.sent and np.array_equal(gather, np.arange(rows.stop - rows.start)),
                     causal=moved.causal,
                     sent=moved.sent,
@@ -124,7 +124,6 @@ class ShardMetadata:
             num_rows=len(arrays[0]),
             encode=encode,
             layouts=tuple(layouts),
-            rounds=plan.rounds,
             sizes=tuple(map(len, arrays)),
             integers=torch.from_numpy(np.concatenate((*arrays, np.pad(packed, (0, len(packed) % 2)).view(np.int64)))),
         )

@@ -6,11 +6,12 @@ keys, make up a *pool*; its *keys* are the rows of the pool, document by documen
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.types import SEGMENT, Shard, ShardPlan
+from megatron_wlb.types import SEGMENT, Keys, Round, Shard, ShardPlan, Share
 
 
 def moved_rows(plan: ShardPlan) -> np.ndarray:
@@ -19,19 +20,19 @@ def moved_rows(plan: ShardPlan) -> np.ndarray:
     It receives the keys that its queries see and others hold, and sends each of its rows as often as another rank sees
     it.
     """
-    moved: np.ndarray = Held(plan).rows().sum(axis=0).T
+    moved: np.ndarray = Ownership(plan).rows().sum(axis=0).T
     return moved
 
 
-class Held:
-    """Which rank of a plan holds what; n segments, all ranks one after the other."""
+class Ownership:
+    """Which rank of a plan holds what of a round's documents; n segments, all ranks one after the other."""
 
-    def __init__(self, plan: ShardPlan) -> None:
-        calls = [call for shard in plan.shards for call in shard.calls]
-        sizes = [len(call) for call in calls]
+    def __init__(self, plan: ShardPlan, of: Round = Keys.ALL) -> None:
+        by_rank = [plan.calls(rank, of) for rank in range(len(plan.shards))]
+        calls = [call for each in by_rank for call in each]
         self.segments = np.concatenate(calls, dtype=SEGMENT)  # to find out the dtype takes five times as long
         """SEGMENT [n]."""
-        self.ranks = np.repeat(np.repeat(np.arange(len(plan.shards)), len(plan.call_sets)), sizes)
+        self.ranks = np.repeat(np.arange(len(by_rank)), [sum(map(len, each)) for each in by_rank])
         """int64 [n]."""
         self.cp, self.lengths = len(plan.shards), plan.lengths
         self.seen = np.zeros((len(plan.lengths), self.cp), np.int64)
@@ -78,13 +79,9 @@ def positions(shard: Shard) -> np.ndarray:
     return np.concatenate([ranges(c["start"], c["stop"]) for c in shard.calls])
 
 
-OWN = (0.0, 0.0)
-"""`Round.keys` of segments with their own keys."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Integers of one rank and part of attention, for documents with n of its rows."""
+    """Integers of one rank and round, for documents with n of its rows."""
 
     calls: tuple[tuple[int, np.ndarray], ...]
     """Attention calls, each its first row and SEGMENT rows, whose documents count in `key_begins`: stop - start query
@@ -92,8 +89,8 @@ class Exchange:
     causal: bool
     key_begins: np.ndarray
     """int64 [documents + 1]: first key of each document; a document without queries here has no keys."""
-    own_rows: tuple[int, int]
-    """The rows [first, stop) that are keys."""
+    own_rows: int
+    """So many of the first rows are keys."""
     sent: tuple[int, ...]
     """Rows that every rank is sent; () where no rank of the micro-batch has anything to exchange."""
     received: tuple[int, ...]
@@ -114,69 +111,67 @@ class Exchange:
         return gather
 
 
-def exchange(plan: ShardPlan, cp_rank: int, document_set: int, keys: tuple[float, float] | None = None) -> Exchange:
-    """Return the exchange of a rank for documents, or for `Round.keys` of them."""
-    held = [plan.segments(rank, document_set) for rank in range(len(plan.shards))]
-    if keys == OWN:
-        return _own(held[cp_rank])
-    seen = np.zeros((len(held), len(plan.lengths)), np.int64)
-    for by_document, segments in zip(seen, held, strict=True):
-        np.maximum.at(by_document, segments["document"], segments["stop"])
-    own, segments = held[cp_rank], np.concatenate(held)
-    home = np.repeat(np.arange(len(held)), [len(each) for each in held])
-    first_rows = document_begins(own["stop"] - own["start"])[:-1]
-    arriving = _rows_seen(segments, seen[cp_rank], keys)
-    arriving[:, home == cp_rank] = 0
-    leaving = np.stack([_rows_seen(own, by_rank, keys) for by_rank in seen], axis=1)
-    leaving[:, cp_rank] = 0
-    calls: list[tuple[int, np.ndarray]] = []
-    if keys is None:
-        begins, own_rows, row = document_begins(seen[cp_rank]), (0, int((own["stop"] - own["start"]).sum())), 0
-        for call, of in zip(plan.shards[cp_rank].calls, plan.call_sets, strict=True):
-            if of == document_set:
-                calls.append((row, call))
-                row += int((call["stop"] - call["start"]).sum())
-        place = begins[segments["document"]] + segments["start"]
-    else:
-        # What arrives and, with the first share, the heads, which tails see; every document's keys in packed order.
-        counts, mine = arriving[1] - arriving[0], np.flatnonzero(home == cp_rank)
-        of_set = [of == document_set for of in plan.call_sets]
-        heads, tails = itertools.compress(plan.shards[cp_rank].calls, of_set)
-        num_heads = len(heads) if keys[0] == 0 and len(tails) else 0
-        counts[mine[:num_heads]] = heads["stop"][:num_heads] - heads["start"][:num_heads]
-        own_rows = (0, int(counts[mine].sum()))
-        order = np.lexsort((segments["start"], segments["document"]))
-        place = np.empty(len(segments), np.int64)
-        place[order] = document_begins(counts[order])[:-1]
-        begins = np.zeros(len(plan.lengths) + 1, np.int64)
-        np.add.at(begins[1:], segments["document"], counts)
-        begins = begins.cumsum()
-        seeing = own.copy()
-        seeing["stop"] = place[mine] - begins[own["document"]]
-        seeing["start"] = seeing["stop"] - (own["stop"] - own["start"])
-        # Rows without keys are in no call.
-        is_tail = np.arange(len(own)) >= len(heads)
-        for _, run in itertools.groupby(range(len(own)), lambda i: (is_tail[i], seeing["stop"][i] > 0)):
-            some = seeing[(found := list(run))]
-            if some["stop"][0]:
-                calls.append((int(first_rows[found[0]]), some))
-    first_own = place[home == cp_rank]
-    own_counts = np.clip(own_rows[1] - first_rows, 0, own["stop"] - own["start"])
-    moves = bool(((seen > 0).sum(axis=0) > 1).any())
-    return Exchange(
-        calls=tuple(call for call in calls if len(call[1])),
-        causal=keys is None,
+def exchange(plan: ShardPlan, cp_rank: int, of: Round) -> Exchange:
+    """Return the exchange of a rank for a round of the plan."""
+    calls = plan.calls(cp_rank, of)
+    if of is Keys.OWN:
+        return _own_keys(np.concatenate(calls, dtype=SEGMENT))
+    held = Ownership(plan, of)
+    return _share_of_keys(held, cp_rank, calls, of) if isinstance(of, Share) else _all_keys(held, cp_rank, calls)
+
+
+def _all_keys(held: Ownership, cp_rank: int, calls: Sequence[np.ndarray]) -> Exchange:
+    """Of every document, the keys up to the rank's last query."""
+    begins = document_begins(held.seen[:, cp_rank])
+    rows = document_begins(np.array([(call["stop"] - call["start"]).sum() for call in calls])).tolist()
+    return _exchange(
+        held,
+        cp_rank,
+        Share(0.0, 1.0),
+        calls=[(row, call) for row, call in zip(rows[:-1], calls, strict=True) if len(call)],
+        causal=True,
         key_begins=begins,
-        own_rows=own_rows,
-        sent=tuple((leaving[1] - leaving[0]).sum(axis=1).tolist()) if moves else (),
-        received=tuple(np.bincount(home, arriving[1] - arriving[0], len(held)).astype(int).tolist()) if moves else (),
-        sent_rows=ranges(*(first_rows + leaving).reshape(2, -1)),
-        arrived_keys=ranges(place, place + arriving[1] - arriving[0]),
-        own_keys=ranges(first_own, first_own + own_counts),
+        own_rows=rows[-1],
+        place=begins[held.segments["document"]] + held.segments["start"],
     )
 
 
-def _own(segments: np.ndarray) -> Exchange:
+def _share_of_keys(held: Ownership, cp_rank: int, calls: Sequence[np.ndarray], share: Share) -> Exchange:
+    """What arrives and, with the first share, the heads, which tails see; every document's keys in packed order."""
+    heads, tails = calls
+    segments, (mine,) = held.segments, np.nonzero(held.ranks == cp_rank)
+    arriving = _arriving(held, cp_rank, share)
+    counts = arriving[1] - arriving[0]
+    num_heads = len(heads) if share.low == 0 and len(tails) else 0
+    counts[mine[:num_heads]] = heads["stop"][:num_heads] - heads["start"][:num_heads]
+    order = np.lexsort((segments["start"], segments["document"]))
+    place = np.empty(len(segments), np.int64)
+    place[order] = document_begins(counts[order])[:-1]
+    begins = np.zeros(len(held.lengths) + 1, np.int64)
+    np.add.at(begins[1:], segments["document"], counts)
+    begins = begins.cumsum()
+    own = segments[mine]
+    first_rows = document_begins(own["stop"] - own["start"])
+    seeing = own.copy()
+    seeing["stop"] = place[mine] - begins[own["document"]]
+    seeing["start"] = seeing["stop"] - (own["stop"] - own["start"])
+    # Rows without keys are in no call.
+    is_tail = np.arange(len(own)) >= len(heads)
+    runs = itertools.groupby(range(len(own)), lambda i: (is_tail[i], seeing["stop"][i] > 0))
+    found = [list(run) for (_, sees), run in runs if sees]
+    return _exchange(
+        held,
+        cp_rank,
+        share,
+        calls=[(int(first_rows[run[0]]), seeing[run]) for run in found],
+        causal=False,
+        key_begins=begins,
+        own_rows=int(counts[mine].sum()),
+        place=place,
+    )
+
+
+def _own_keys(segments: np.ndarray) -> Exchange:
     alone = np.zeros(len(segments), SEGMENT)
     alone["document"], alone["stop"] = np.arange(len(segments)), segments["stop"] - segments["start"]
     begins, nothing = document_begins(alone["stop"]), np.zeros(0, np.int64)
@@ -185,7 +180,7 @@ def _own(segments: np.ndarray) -> Exchange:
         calls=((0, alone),) if rows else (),
         causal=True,
         key_begins=begins,
-        own_rows=(0, rows),
+        own_rows=rows,
         sent=(),
         received=(),
         sent_rows=nothing,
@@ -194,9 +189,48 @@ def _own(segments: np.ndarray) -> Exchange:
     )
 
 
-def _rows_seen(segments: np.ndarray, seen: np.ndarray, keys: tuple[float, float] | None) -> np.ndarray:
-    """Return the rows [first, stop) of each segment that a rank sees, int64 [2, n]: of its `seen` keys the share
-    `keys`."""
+def _exchange(
+    held: Ownership,
+    cp_rank: int,
+    share: Share,
+    *,
+    calls: Sequence[tuple[int, np.ndarray]],
+    causal: bool,
+    key_begins: np.ndarray,
+    own_rows: int,
+    place: np.ndarray,
+) -> Exchange:
+    """Return the exchange of a share of all keys; `place`: of every segment's keys among those of the rank."""
+    own = held.segments[held.ranks == cp_rank]
+    first_rows = document_begins(own["stop"] - own["start"])[:-1]
+    arriving = _arriving(held, cp_rank, share)
+    leaving = np.stack([_rows_seen(own, seen, share) for seen in held.seen.T], axis=1)
+    leaving[:, cp_rank] = 0
+    first_own = place[held.ranks == cp_rank]
+    own_counts = np.clip(own_rows - first_rows, 0, own["stop"] - own["start"])
+    moves = bool(held.is_shared.any())
+    received = np.bincount(held.ranks, arriving[1] - arriving[0], held.cp)
+    return Exchange(
+        calls=tuple(calls),
+        causal=causal,
+        key_begins=key_begins,
+        own_rows=own_rows,
+        sent=tuple((leaving[1] - leaving[0]).sum(axis=1).tolist()) if moves else (),
+        received=tuple(received.astype(int).tolist()) if moves else (),
+        sent_rows=ranges(*(first_rows + leaving).reshape(2, -1)),
+        arrived_keys=ranges(place, place + arriving[1] - arriving[0]),
+        own_keys=ranges(first_own, first_own + own_counts),
+    )
+
+
+def _arriving(held: Ownership, cp_rank: int, share: Share) -> np.ndarray:
+    """Return the rows [first, stop) of each segment that others send to a rank, int64 [2, n]."""
+    arriving = _rows_seen(held.segments, held.seen[:, cp_rank], share)
+    arriving[:, held.ranks == cp_rank] = 0
+    return arriving
+
+
+def _rows_seen(segments: np.ndarray, seen: np.ndarray, share: Share) -> np.ndarray:
+    """Return the rows [first, stop) of each segment in a share of a rank's `seen` keys, int64 [2, n]."""
     rows = np.clip(np.minimum(segments["stop"], seen[segments["document"]]) - segments["start"], 0, None)
-    low, high = (0.0, 1.0) if keys is None else keys
-    return np.stack([(rows * low).astype(np.int64), (rows * high).astype(np.int64)])
+    return np.stack([(rows * share.low).astype(np.int64), (rows * share.high).astype(np.int64)])

@@ -178,7 +178,7 @@ def crossover(job: Job) -> int:
     )
     if untimed(alone):
         return job.model.crossover_tokens
-    plans = [shard(np.array(lengths), alone)[1] for lengths in ([half], [half, half], [2 * half])]
+    plans = [shard(np.array(lengths), alone) for lengths in ([half], [half, half], [2 * half])]
     passes = pass_times(alone, plans)
     one, two, twice = (passes.forward + passes.backward)[0, 0]
     squared = (twice - two) / 2  # time of half * half pairs, where two - one is the time of half * (half + Lc)

@@ -89,9 +89,8 @@ def digest(plan):
         said.update(array.tobytes())
     for micro_batch in plan.micro_batches:
         shards = micro_batch.shards
-        rounds = [tuple(each) for each in shards.rounds]
         said.update(micro_batch.documents.tobytes() + shards.lengths.tobytes())
-        said.update(repr((shards.strategy, shards.call_sets, rounds, float(shards.time))).encode())
+        said.update(repr((shards.strategy, shards.shares, float(shards.time))).encode())
         for shard in shards.shards:
             for call in shard.calls:
                 said.update(call.tobytes())

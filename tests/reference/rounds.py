@@ -1,30 +1,29 @@
 """In which rounds the attention of a micro-batch runs, as csrc/rounds.cpp has it."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_wlb.cost.attention import Directions
 from megatron_wlb.hardware.profile import KernelModel
-from megatron_wlb.sharding.routing import OWN
-from megatron_wlb.sharding.routing import Held as _Held
+from megatron_wlb.sharding.routing import Ownership as _Ownership
 from megatron_wlb.sharding.select import RoundCosts
-from megatron_wlb.types import Round, Shard, ShardPlan
+from megatron_wlb.types import Keys, Round, Shard, ShardPlan
 
 
-class Held(_Held):
+class Ownership(_Ownership):
     """Which rank of a plan holds which pieces."""
 
     def __init__(self, plan: ShardPlan) -> None:
         super().__init__(plan)
         sizes = [len(call) for shard in plan.shards for call in shard.calls]
-        is_tail = np.diff(plan.call_sets, prepend=-1) == 0
-        self.tails = np.repeat(np.tile(is_tail, len(plan.shards)), sizes).astype(np.int64)
-        """int64 [n]: 1 in tail calls, the second ones of a set of documents."""
+        per_rank = len(plan.shards[0].calls)
+        is_tail = (per_rank > 1) & (np.arange(len(sizes)) % per_rank == per_rank - 1)
+        self.tails = np.repeat(is_tail, sizes).astype(np.int64)
+        """int64 [n]: 1 in tail calls, the last ones of a rank."""
 
     def of_documents(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return segments of documents, the ranks that hold them, and which are tails."""
@@ -52,7 +51,7 @@ class Load(NamedTuple):
 
 
 def times(
-    own: list[Load], during: list[Load], costs: RoundCosts, held: Held
+    own: list[Load], during: list[Load], costs: RoundCosts, held: Ownership
 ) -> tuple[list[np.ndarray], tuple[float, float]]:
     """Return kernels of every rank, forward and backward, and times with the exchange.
 
@@ -77,35 +76,28 @@ def times(
 class Loads:
     """What documents ask of the ranks of a plan."""
 
-    def __init__(self, held: Held, kernel: KernelModel) -> None:
+    def __init__(self, held: Ownership, kernel: KernelModel) -> None:
         self._held, self._kernel, self._rows = held, kernel, held.rows()
         self.tiles = held.by_rank(np.stack(kernel.tiles(held.segments), axis=1))
         """int64 [documents, 2, cp]."""
         self._pieces = held.by_rank(np.stack((1 - held.tails, held.tails), axis=1))
 
-    def of(
-        self,
-        documents: np.ndarray,
-        heads: tuple[int, int] | None = None,
-        keys: tuple[float, float] | None = None,
-        num_heads: int = 1,
-    ) -> Load:
-        """Of some documents, int64 [n], in one round; `keys` are those of `Round`."""
+    def of(self, documents: np.ndarray, of: Round) -> Load:
+        """Of documents on several ranks, int64 [n], in one round."""
         held, nothing = self._held, np.zeros(self._held.cp, np.int64)
-        share = 1.0 if heads is None else (heads[1] - heads[0]) / num_heads
-        if keys is None:
+        if of is Keys.SHARED:
             calls = (self._pieces[documents].sum(axis=0) > 0).sum(axis=0)
-            tiles, moved = (share * each[documents].sum(axis=0) for each in (self.tiles, self._rows))
+            tiles, moved = (each[documents].sum(axis=0) for each in (self.tiles, self._rows))
             return Load(calls, tiles, nothing, moved)
         segments, ranks, tails = held.of_documents(documents)
         rows, tile = segments["stop"] - segments["start"], self._kernel.tile_rows
         calls, tiles = nothing.copy(), np.zeros((2, held.cp))
-        if keys == OWN:
+        if of is Keys.OWN:
             calls[ranks] = 1
             segments["start"], segments["stop"] = 0, rows
             np.add.at(tiles.T, ranks, np.stack(self._kernel.tiles(segments), axis=1))
             return Load(calls, tiles, nothing, np.zeros((2, held.cp)))
-        low, high = keys
+        low, high = of
         # A tail comes after the head of the same rank and document, if there is one.
         place = segments["document"] * held.cp + ranks
         head_rows = np.zeros(len(held.lengths) * held.cp, np.int64)
@@ -161,59 +153,26 @@ def round_times(
     return done, np.maximum((free + own[1]).max(axis=-1), channel)
 
 
-class _Way(NamedTuple):
-    """A round that is tried: shared documents [first, stop), those with little work first."""
-
-    first: int
-    stop: int
-    heads: tuple[int, int] | None = None
-    keys: tuple[float, float] | None = None
-
-
 def in_rounds(plan: ShardPlan, costs: RoundCosts) -> ShardPlan:
     """The plan with its calls and rounds in the order of the least predicted time, forward and backward together.
 
-    That is its `time` then. Documents and rows stay on the ranks where they are.
+    That is its `time` then. Documents and rows stay on the ranks where they are. Of a tie the first rounds win.
     """
-    held = Held(plan)
-    sets, loads = held.is_shared.astype(np.int64), Loads(held, costs.forward)
-    (shared,) = np.nonzero(held.is_shared)
-    shared = shared[np.argsort(loads.tiles[shared, 0].sum(axis=1), kind="stable")]
-    load = cache(lambda way: loads.of(shared[way.first : way.stop], way.heads, way.keys, costs.num_heads))
-    whole, ways = _of_whole(held, costs.forward), list(_ways(len(shared), costs)) if len(shared) else [[]]
+    held = Ownership(plan)
+    loads, (shared,) = Loads(held, costs.forward), np.nonzero(held.is_shared)
+    whole = _of_whole(held, costs.forward)
 
-    def time(way: list[_Way]) -> float:
-        own = [load(each) for each in way if each.keys == OWN]
-        during = [load(each) for each in way if each.keys != OWN]
+    def time(of: ShardPlan) -> float:
+        rounds = [each for each in of.rounds if each is not Keys.WHOLE]
+        own = [loads.of(shared, each) for each in rounds if each is Keys.OWN]
+        during = [loads.of(shared, each) for each in rounds if each is not Keys.OWN]
         return sum(times([whole, *own], during, costs, held)[1])
 
-    took = [time(way) for way in ways]
-    best = ways[int(np.argmin(took))]
-    numbers = {bounds: number for number, bounds in enumerate(dict.fromkeys(way[:2] for way in best), 1)}
-    for (first, stop), number in numbers.items():
-        sets[shared[first:stop]] = number
-    rounds = [Round(numbers[way[:2]], way.heads, way.keys) for way in best]
-    return replace(regrouped(plan, sets, rounds), time=min(took))
+    tried = [regrouped(plan, shares) for shares in ((), *(costs.shares if len(shared) else ()))]
+    return min((replace(each, time=time(each)) for each in tried), key=lambda each: each.time)
 
 
-def _ways(num_shared: int, costs: RoundCosts) -> Iterator[list[_Way]]:
-    """Stages that are compared; of a tie the first wins."""
-    num_heads = costs.num_heads
-    for before, after in itertools.product(costs.edges, costs.edges):
-        if before + after < num_shared or before == after == 0:
-            cuts = (0, before, num_shared - after, num_shared)
-            yield [_Way(first, stop) for first, stop in itertools.pairwise(cuts) if first < stop]
-    for some in (1, num_heads // 2):
-        for inner in ((some,), (some, num_heads - some)):
-            bounds = list(itertools.pairwise((0, *inner, num_heads)))
-            if all(first < stop for first, stop in bounds):
-                yield [_Way(0, num_shared, heads) for heads in bounds]
-    for first, shares in itertools.product(dict.fromkeys((num_shared - 1, 0)), costs.shares):
-        arriving = [_Way(first, num_shared, keys=keys) for keys in itertools.pairwise(shares)]
-        yield [_Way(first, num_shared, keys=OWN), *([_Way(0, first)] if first else []), *arriving]
-
-
-def _of_whole(held: Held, kernel: KernelModel) -> Load:
+def _of_whole(held: Ownership, kernel: KernelModel) -> Load:
     """What all documents that are whole on a rank ask of it, in a single call."""
     first = ~held.is_shared[held.segments["document"]] & (held.segments["start"] == 0)
     segments, ranks = held.segments[first], held.ranks[first]
@@ -224,27 +183,16 @@ def _of_whole(held: Held, kernel: KernelModel) -> Load:
     return Load(calls, tiles, np.zeros(held.cp, np.int64), np.zeros((2, held.cp)))
 
 
-def regrouped(plan: ShardPlan, sets: np.ndarray, rounds: list[Round] | None = None) -> ShardPlan:
-    """The plan with calls by sets of documents, and `rounds` (default: one for every set) after that of set 0.
-
-    `sets` (int64 [documents]) has the set of each document: 0 for those that are whole on a rank, which make up a
-    single call there, from 1 on for those whose heads and tails are calls of their own.
-    """
-    held = Held(plan)
-    in_set = sets[held.segments["document"]]
-    kept = (in_set > 0) | (held.segments["start"] == 0)
-    segments, in_set = held.segments[kept], in_set[kept]
-    whole = in_set == 0
-    segments["stop"][whole] = plan.lengths[segments["document"][whole]]
-    num_calls = 1 + 2 * int(sets.max())
-    call = held.ranks[kept] * num_calls + np.where(whole, 0, 2 * in_set - 1 + held.tails[kept])
+def regrouped(plan: ShardPlan, shares: Sequence[float] = ()) -> ShardPlan:
+    """The plan with the calls that attention in rounds has, and `shares`."""
+    held = Ownership(plan)
+    shared = held.is_shared[held.segments["document"]]
+    kept = shared | (held.segments["start"] == 0)
+    segments, is_whole = held.segments[kept], ~shared[kept]
+    segments["stop"][is_whole] = plan.lengths[segments["document"][is_whole]]
+    call = held.ranks[kept] * 3 + np.where(is_whole, 0, 1 + held.tails[kept])
     order = np.lexsort((segments["document"], call))
-    bounds = np.searchsorted(call[order], np.arange(len(plan.shards) * num_calls + 1))
+    bounds = np.searchsorted(call[order], np.arange(len(plan.shards) * 3 + 1))
     calls = (segments[order[i:j]] for i, j in itertools.pairwise(bounds))
-    others = rounds or [Round(number) for number in np.unique(sets[sets > 0]).tolist()]
-    return replace(
-        plan,
-        shards=tuple(Shard(calls=each) for each in itertools.batched(calls, num_calls)),
-        call_sets=tuple((i + 1) // 2 for i in range(num_calls)),
-        rounds=(*([Round(0)] if (sets == 0).any() else []), *others),
-    )
+    shards = tuple(Shard(calls=each) for each in itertools.batched(calls, 3))
+    return replace(plan, shards=shards, shares=tuple(shares))

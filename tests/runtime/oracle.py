@@ -19,8 +19,8 @@ from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends.trial import expected
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding.routing import OWN, Held, rows
-from megatron_wlb.types import Round, ShardPlan
+from megatron_wlb.sharding.routing import rows
+from megatron_wlb.types import ShardPlan
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.hybrid import hybrid
 from tests.reference.rounds import regrouped
@@ -34,24 +34,16 @@ def _hybrid(lengths: np.ndarray, cp: int) -> ShardPlan:
 
 
 def _in_rounds(lengths: np.ndarray, cp: int) -> ShardPlan:
-    """Hybrid, documents that are whole by themselves, and the others in two sets."""
-    plan = _hybrid(lengths, cp)
-    shared = Held(plan).is_shared
-    return regrouped(plan, np.where(shared, 1 + shared.cumsum() % min(2, shared.sum() or 1), 0))
+    """Hybrid, documents that are whole by themselves."""
+    return regrouped(_hybrid(lengths, cp))
 
 
 def in_parts(lengths: np.ndarray, cp: int) -> ShardPlan:
-    """Hybrid, with shared documents in three sets, two of which are computed in parts: own keys, others in two shares.
+    """Hybrid, with shared documents in parts: own keys, others in three shares.
 
-    Shares are so small that some queries see no key of one.
+    The first is so small that some queries see no key of it.
     """
-    plan = _hybrid(lengths, cp)
-    (shared,) = np.nonzero(Held(plan).is_shared)
-    sets, rounds = np.zeros(len(lengths), np.int64), []
-    sets[shared] = 1 + np.arange(len(shared)) % 3
-    for number in range(1, 1 + min(3, len(shared))):
-        rounds += [Round(number, keys=keys) for keys in ((OWN, (0, 0.1), (0.1, 1)) if number < 3 else (None,))]
-    return regrouped(plan, sets, rounds)
+    return regrouped(_hybrid(lengths, cp), (0.0, 0.1, 0.5, 1.0))
 
 
 SHARDINGS: dict[str, Callable[[np.ndarray, int], ShardPlan]] = {

@@ -1,6 +1,5 @@
 """Attention of every sharding, backend and head layout against a dense oracle that knows only the document lengths."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,7 @@ from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_at
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.backends.protocol import Backend
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
-from megatron_wlb.types import Round, ShardPlan
+from megatron_wlb.types import ShardPlan
 from tests.covering import covering
 from tests.reference.chunks import per_document, per_sequence
 from tests.runtime.calls import Float64
@@ -44,11 +43,6 @@ def silent_group(monkeypatch):
     monkeypatch.setattr(all_to_all, "_all_to_all", moves_nothing)
     monkeypatch.setattr(attention, "of_gradients", lambda group: group)
     return group
-
-
-def by_heads(plan, num_heads):
-    """The plan with one key head after the other."""
-    return replace(plan, rounds=tuple(Round(0, (head, head + 1)) for head in range(num_heads)))
 
 
 def per_document_plan(lengths: list[int], cp: int) -> ShardPlan:
@@ -104,11 +98,11 @@ def test_head_sizes_and_strided_inputs(backend):
     assert torch.equal(again, out)
 
 
-@covering(backend=BACKENDS, cp=[1, 2], save_gathered=[False, True], by_head=[False, True])
-def test_what_is_saved_for_backward(backend, cp, save_gathered, by_head, silent_group):
+@covering(backend=BACKENDS, cp=[1, 2], save_gathered=[False, True])
+def test_what_is_saved_for_backward(backend, cp, save_gathered, silent_group):
     """The local tensors, and with `save_gathered` K and V of all keys; none keeps the memory of another tensor."""
     plan = per_document_plan(LENGTHS["mixed"], cp)
-    metadata = ShardMetadata.build(by_heads(plan, 2) if by_head else plan, 0, backend.encode)
+    metadata = ShardMetadata.build(plan, 0, backend.encode)
     q, k, v, _ = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
     fused = torch.cat((q, k, v), dim=1).requires_grad_()
     group, options = silent_group if cp > 1 else None, AttentionOptions(backend=backend, save_gathered=save_gathered)
@@ -139,7 +133,7 @@ def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
 
         monkeypatch.setattr(attention, name, watched)
     train(SHARDINGS["in rounds"](np.array(LENGTHS["mixed"], np.int64), 2), 2, silent_group)
-    assert exchanged == [False, True, True, True, True, False]
+    assert exchanged == [False, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +146,7 @@ def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
 )
 def test_wrong_inputs_are_refused(message, change):
     backend = BACKENDS["cpu"]
-    metadata = ShardMetadata.build(by_heads(per_document_plan([16], 1), 2), 0, backend.encode)
+    metadata = ShardMetadata.build(per_document_plan([16], 1), 0, backend.encode)
     given = change(*inputs(16, (4, 2), HEAD_SIZE, FP32)[:3], metadata)
     with pytest.raises(ValueError, match=message):
         context_parallel_attention(*given, None, AttentionOptions(backend=backend, window=5))

@@ -22,24 +22,20 @@ LENGTHS = [5, 61, 18, 33, 1, 42, 24, 8]
 BF16_GRADIENTS = {"gradients_in_fp32": False}
 
 
-def _plan(lengths, sharding, cp, heads):
-    """The plan, of whose sets of documents those that are exchanged run `heads` ([first, stop), ...) by turns."""
-    plan = (SHARDINGS | {"in parts": in_parts})[sharding](np.array(lengths, np.int64), cp)
-    rounds = [each._replace(heads=part) if heads else each for each in plan.rounds for part in heads or (None,)]
-    return dataclasses.replace(plan, rounds=tuple(rounds))
+def _plan(lengths, sharding, cp):
+    return (SHARDINGS | {"in parts": in_parts})[sharding](np.array(lengths, np.int64), cp)
 
 
 WAYS = {
-    "per-sequence": ("per-sequence", None, None),
-    "windowed": ("per-sequence", "by turns", 7),
-    "per-document": ("per-document", None, None),
-    "in rounds": ("in rounds", None, None),
-    "heads by turns": ("in rounds", "by turns", None),
-    "in parts": ("in parts", None, None),
-    "keys that came before": ("hybrid", "before", None),
-    "windowed keys that came before": ("per-sequence", "before", 7),
+    "per-sequence": ("per-sequence", False, None),
+    "windowed": ("per-sequence", False, 7),
+    "per-document": ("per-document", False, None),
+    "in rounds": ("in rounds", False, None),
+    "in parts": ("in parts", False, None),
+    "keys that came before": ("hybrid", True, None),
+    "windowed keys that came before": ("per-sequence", True, 7),
 }
-"""Sharding, whether key heads run by turns or come by `exchange_rows`, and the window."""
+"""Sharding, whether keys come by `exchange_rows`, and the window."""
 CPU = get_backend("cpu", "cpu")
 NUMBERS = {"fp32": (torch.float32, CPU), "bf16": (torch.bfloat16, CPU), "fp64": (torch.float64, Float64())}
 
@@ -48,8 +44,8 @@ def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, grad
     """This rank's rows and out, dq, dk, dv of them; ranks are grouped cp by cp."""
     groups = [dist.new_group(range(i, i + cp)) for i in range(0, dist.get_world_size(), cp)]
     group = groups[dist.get_rank() // cp]
-    sharding, turns, window = way
-    plan = _plan(LENGTHS, sharding, cp, [(0, 1), (1, heads[1])] if turns == "by turns" else None)
+    sharding, keys_came_before, window = way
+    plan = _plan(LENGTHS, sharding, cp)
     rows, (dtype, backend) = local_rows(plan, group.rank()), numbers
     options = AttentionOptions(
         backend=backend, scale=0.3, window=window, save_gathered=save_gathered, gradients_in_fp32=gradients_in_fp32
@@ -60,7 +56,7 @@ def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, grad
     q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))
 
     def run(options):
-        if turns == "before":
+        if keys_came_before:
             kv = exchange_rows(torch.cat((k, v), dim=-1), metadata, group)
             kv = side_by_side(*kv.split((k.shape[-1], v.shape[-1]), dim=-1))
             out = attention_to_keys(q, kv, metadata, options, *sinks)
@@ -101,7 +97,7 @@ def test_processes_together_are_dense_attention(
     world_size, cp = ranks
     dtype, window = numbers[0], way[-1]
     # Ranks round their shares of dK and dV before they add them up.
-    tolerance = TOLERANCE[dtype] * (2 if way[1] == "before" and dtype == torch.bfloat16 else 1)
+    tolerance = TOLERANCE[dtype] * (2 if way[1] and dtype == torch.bfloat16 else 1)
     answers = run_world(
         _attend, world_size, cp, way, numbers, heads, sizes, save_gathered, ahead, sink, gradients_in_fp32
     )
@@ -153,7 +149,7 @@ def test_gradients_of_exchanged_rows_are_summed_in_fp32():
 
 def test_rows_that_do_not_fit_the_plan_are_refused():
     for sharding, message in (("in parts", "whose cp_exchange is latents"), ("per-document", "rows, but the shard of")):
-        metadata = ShardMetadata.build(_plan(LENGTHS, sharding, 2, None), 0, CPU.encode)
+        metadata = ShardMetadata.build(_plan(LENGTHS, sharding, 2), 0, CPU.encode)
         q, kv = torch.zeros(metadata.num_rows, 2, 4), torch.zeros(1, 2, 2, 4)
         with pytest.raises(ValueError, match=message):
             attention_to_keys(q, kv, metadata, AttentionOptions(backend=CPU))
@@ -164,9 +160,9 @@ def _sink(heads, dtype):
 
 
 def _calls(lengths, sharding, settings):
-    """What this rank gives in the collectives of one forward and backward, and rows it sends and receives by set."""
-    calls, settings = _noted(), dict(settings)
-    plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("rounds", None))
+    """What this rank gives in the collectives of one forward and backward, and rows it sends and receives by round."""
+    calls = _noted()
+    plan = _plan(lengths, sharding, dist.get_world_size())
     options = AttentionOptions(backend=get_backend("auto", "cpu"), **settings)
     metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
     q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(lengths), (8, 2), 16, torch.bfloat16))
@@ -175,21 +171,15 @@ def _calls(lengths, sharding, settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "heads", "forward", "backward"),
-    [
-        ({}, 2, "k", "kg"),
-        ({"rounds": ((0, 1), (1, 2))}, 1, "kk", "kkgg"),
-        ({"save_gathered": True}, 2, "k", "g"),
-        (BF16_GRADIENTS, 2, "k", "kh"),
-        (BF16_GRADIENTS | {"rounds": ((0, 1), (1, 2))}, 1, "kk", "kkhh"),
-    ],
-    ids=["once each way", "ahead", "kept", "bf16", "bf16 ahead"],
+    ("settings", "forward", "backward"),
+    [({}, "k", "kg"), ({"save_gathered": True}, "k", "g"), (BF16_GRADIENTS, "k", "kh")],
+    ids=["once each way", "kept", "bf16"],
 )
-def test_collectives_of_forward_and_backward(settings, heads, forward, backward):
+def test_collectives_of_forward_and_backward(settings, forward, backward):
     """K and V, k, as they are needed, and their gradients, g in fp32 or h in bf16, back to where they came from."""
     answers = run_world(_calls, 2, LENGTHS, "per-document", settings)
     for calls, ((sent, received),) in answers:
-        given = {"k": ((sent, 2, heads, 16), torch.bfloat16), "g": ((received, 2, heads, 16), torch.float32)}
+        given = {"k": ((sent, 2, 2, 16), torch.bfloat16), "g": ((received, 2, 2, 16), torch.float32)}
         given["h"] = given["g"][0], torch.bfloat16
         assert [each[:2] for each in calls] == [given[what] for what in forward + backward]
     # Of each document, rank 1 needs the first quarter, and rank 0 the two in the middle.
@@ -207,9 +197,7 @@ def test_only_documents_on_several_ranks_are_exchanged():
     assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [([], [])] * 2
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"rounds": ((0, 1), (1, 2))}, {"save_gathered": True}], ids=["plain", "heads by turns", "kept"]
-)
+@pytest.mark.parametrize("settings", [{}, {"save_gathered": True}], ids=["plain", "kept"])
 def test_a_rank_whose_documents_live_nowhere_else_takes_part(settings):
     """Of the first document, ranks 0 and 1 hold a half each; all others are whole, on one rank."""
     lengths = [16] + [8] * 6

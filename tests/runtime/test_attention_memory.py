@@ -47,7 +47,7 @@ def _peak(given, rank, lengths=(TOKENS,)):
     """Bytes that backward holds at the most on a rank, and those predicted for the rows that it exchanges."""
     cp, model = given.parallel.cp, given.model
     group = SimpleNamespace(rank=lambda: rank, size=lambda: cp, wait=lambda: None)
-    plan = shard(np.array(lengths, np.int64), given)[1]
+    plan = shard(np.array(lengths, np.int64), given)
     settings = {
         "save_gathered": given.sharding.save_gathered_kv,
         "gradients_in_fp32": given.sharding.cp_gradients == "fp32",

@@ -10,7 +10,6 @@ from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.sharding.select import divide, round_costs
 from tests import jobs
-from tests.reference.rounds import in_rounds
 
 SMALL = replace(MODELS["llama2-7b"], num_layers=8, padded_vocab_size=0)
 
@@ -23,9 +22,8 @@ def job(**changes):
 
 def shards_of(given, lengths, strategy="per-sequence"):
     """One data-parallel rank's micro-batches of documents of these lengths."""
-    kernel = sharding_kernel(given)
-    plans = [divide(np.array(each), given.parallel.cp, strategy, kernel) for each in lengths]
-    return [in_rounds(plan, round_costs(given)) for plan in plans] if given.cp_exchange == "shared" else plans
+    costs = round_costs(given) if given.cp_exchange == "shared" else None
+    return [divide(np.array(each), given.parallel.cp, strategy, sharding_kernel(given), costs) for each in lengths]
 
 
 JOBS = [

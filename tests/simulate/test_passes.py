@@ -121,26 +121,18 @@ def test_ranks_that_divide_experts_wait_in_every_layer(recompute):
 
 
 def test_rounds_and_rings_hide_the_exchange():
-    """Two documents on all ranks, one in the shadow of the other; and one key head after the other."""
-    one_head = replace(SMALL, num_query_groups=1)
-    given = job(tp=2, cp=8, model=one_head, windowed=True)
-    (plan,) = shards = shards_of(given, [[98304, 32768]], "per-document")
-    assert [round.document_set for round in plan.rounds] == [1, 2]
-    # All rows but its own come to a rank; those of the short document first, as nothing hides them.
-    first, second = exchange_model(given).times(np.array([32768, 98304]) * 7 / 8)[0]
-    assert layer_times(given, shards)[0].exchange == pytest.approx(first)
-    assert first < second / 2
+    """Two documents on all ranks: windowed all at once, in parts in the shadow of own keys."""
+    given = job(tp=2, cp=8, model=replace(SMALL, num_query_groups=1), windowed=True)
+    shards = shards_of(given, [[98304, 32768]], "per-document")
+    # All rows but its own come to a rank, and nothing hides them.
+    whole = float(exchange_model(given).times(np.array(131072 * 7 / 8))[0])
+    assert layer_times(given, shards)[0].exchange == pytest.approx(whole)
     ring = layer_times(replace(given, cp_exchange="ring"), shards_of(replace(given, cp_exchange="ring"), [[65536] * 2]))
     assert ring[0].exchange == 0  # every hop is shorter than a part of the attention
     parts = replace(given, windowed=False)
     (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
-    assert all(round.keys is not None for round in plan.rounds)
-    assert layer_times(parts, in_parts)[0].exchange < first / 4
-    many = job(tp=4, cp=8, windowed=True)
-    (plan,) = shards = shards_of(many, [[131072]], "per-document")
-    assert [head for each in plan.rounds for head in range(*each.heads)] == list(range(8))
-    whole = float(exchange_model(many).times(np.array(131072 * 7 / 8))[0])
-    assert layer_times(many, shards)[0].exchange < 0.6 * whole
+    assert plan.shares
+    assert layer_times(parts, in_parts)[0].exchange < whole / 16
 
 
 def test_products_of_column_parallel_matrices_hide_what_tensor_parallel_ranks_move():
