@@ -141,7 +141,7 @@ class Packing(Settings):
     name: ClassVar[str]
     help: ClassVar[str]
     keeps_order: ClassVar[bool] = False
-    """Micro-batches and documents keep their places."""
+    """Micro-batches keep their places."""
     fixed_length: ClassVar[bool] = False
     """Micro-batches are one context window long, instead of up to S_max."""
     steady_tokens: ClassVar[bool] = False
