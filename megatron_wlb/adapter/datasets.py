@@ -39,7 +39,7 @@ class Text(Protocol):
     masks: bool
     """Whether some rows may not be trained."""
     size: int
-    """Bytes of the file."""
+    """Bytes of the file, or its tokens."""
 
     def read(self, piece: np.void, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, labels and whether they are trained of `count` rows, as the sample has them.
@@ -334,25 +334,26 @@ class _OfRows:
     masks = True
 
     def __init__(self, found: conversations.Conversations, context_length: int) -> None:
-        self._found, self._context_length = found, context_length
-        self._tokens = np.memmap(f"{found.index.prefix}.bin", np.int32, "r")
-        self.size = found.index.bytes
+        self._found, self._context_length, self.size = found, context_length, found.size
+        self._row = functools.lru_cache(maxsize=16)(found.row)  # pieces of a row are read one after the other
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._found, self._context_length
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
     def read(self, piece: np.void, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `Text`. A row's last token has no target, as upstream pads behind it."""
-        found, number = self._found, int(piece["document"])
-        place = int(piece["index"]) % self._context_length
-        row = int(np.searchsorted(found.begins, number, side="right"))  # the one behind
-        first = int(found.index.pointers[number]) // found.index.item_bytes
-        end = len(self._tokens)
-        if found.begins[row] < len(found.index):
-            end = int(found.index.pointers[found.begins[row]]) // found.index.item_bytes
-        end = min(end, first - place + self._context_length)
+        number = int(piece["document"])
+        tokens, targets = self._row(int(np.searchsorted(self._found.begins, number, side="right")) - 1)
+        first = int(self._found.starts[number])
+        end = min(len(tokens), first - int(piece["index"]) % self._context_length + self._context_length)
         begin = first + int(piece["offset"]) + start
         text = np.zeros(count + 1, np.int64)
         trained = np.zeros(count + 1, bool)
         given = max(0, min(end - begin, count + 1))
-        text[:given], trained[:given] = self._tokens[begin : begin + given], found.mask[begin : begin + given]
+        text[:given], trained[:given] = tokens[begin : begin + given], targets[begin : begin + given]
         return text[:-1], text[1:], trained[1:]
 
 
@@ -365,13 +366,33 @@ class _Conversations(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
-        return conversations.read(dataset_path, config.wlb)
+        return _in_turn(lambda: conversations.read(dataset_path, config.wlb), config.wlb.local_rank)
 
     def __getitem__(self, idx: int) -> Any:
         raise NotImplementedError("_OfRows reads")
 
     def __len__(self) -> int:
         return len(self.indices) if self.num_samples is None else int(self.num_samples)
+
+
+def _in_turn(read: Callable[[], Any], local_rank: int) -> Any:
+    """Read on the first rank, then on one of every node, then on all, so that what is cached is made once.
+
+    Raises ValueError on all ranks if one does. A collective call.
+    """
+    found = None
+    for turn in (torch.distributed.get_rank() == 0, local_rank == 0, True):
+        error = None
+        if turn and found is None:
+            try:
+                found = read()
+            except ValueError as raised:
+                error = str(raised)
+        errors: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(errors, error)
+        if error := next(filter(None, errors), None):
+            raise ValueError(error)
+    return found
 
 
 class _Mock(MockGPTDataset):

@@ -1,16 +1,17 @@
 """`--sft --wlb` trains what upstream's `--sft` trains: the same rows, targets and gradients, in every layout."""
 
 import functools
+import gzip
 import json
-import multiprocessing
-import os
 import re
-import signal
 from argparse import Namespace
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_wlb import conversations
 from megatron_wlb.cli.main import main
@@ -44,7 +45,7 @@ def sft_flags(tokenizer):
 def arguments(tokenizer, path, **changes):
     """What reading conversations asks of upstream's arguments."""
     given = {"tokenizer_type": "SFTTokenizer", "tokenizer_model": tokenizer, "seq_length": 256}
-    given |= {"sft_tokenizer_prompt_format": FORMAT, "data_cache_path": None}
+    given |= {"sft_tokenizer_prompt_format": FORMAT, "data_cache_path": str(Path(path).parent / "cache")}
     return Namespace(**given | {"wlb_sft_broken": "error", "wlb_sft_too_long": "drop"} | changes)
 
 
@@ -98,31 +99,91 @@ def write(tmp_path, *lines):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"messages": [', "line 2: Expecting value"),
-        ("[1]", "line 2: it is no object with messages"),
-        ('{"text": "a"}', "line 2: it has no messages"),
-        ([], "line 2: it has no messages"),
-        ([{"role": "robot", "content": "a"}], "line 2: a message has role 'robot'; roles are system, user, assistant"),
+        ([], "row 2: it has no messages"),
+        ([{"role": "robot", "content": "a"}], "row 2: a message has role 'robot'; roles are system, user, assistant"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}], "assistant is empty"),
-        ([{"role": "user", "content": "a"}], "line 2: no token of it is trained"),
-        ([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], "line 2: AssertionError"),
+        ([{"role": "user", "content": "a"}], "row 2: no token of it is trained"),
+        ([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], "row 2: AssertionError"),
     ],
 )
 def test_broken_rows_stop_the_run_or_are_counted(line, message, tmp_path, tokenizer, capsys):
     path = write(tmp_path, SHORT, line, "", SHORT)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         conversations.read(path, arguments(tokenizer, path))
-    assert "--wlb-sft-broken skip" in str(error.value) and os.listdir(tmp_path) == ["rows.jsonl"]
-    for _ in range(2):  # also from the folder that is there
+    assert "--wlb-sft-broken skip" in str(error.value)
+    for _ in range(2):  # also from the cache
         found = conversations.read(path, arguments(tokenizer, path, wlb_sft_broken="skip"))
-        assert len(found.lengths) == 2 == len(found.begins) - 1 and "1 broken rows" in capsys.readouterr().out
+        assert len(found.lengths) == 2 == len(found.begins) - 1 and found.rows.tolist() == [0, 2]
+        assert "1 broken rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"messages": [', "cannot be read by the datasets library: JSON parse error"),
+        ("[1, 2]", "row 1: it has no messages"),
+        ('{"text": "a"}', "row 1: it has no messages"),
+        ("", "cannot be read by the datasets library"),
+    ],
+)
+def test_files_that_hold_no_rows_of_messages_are_refused(text, message, tmp_path, tokenizer):
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        conversations.read(path, arguments(tokenizer, path))
+    with pytest.raises(ValueError, match="holds no conversations; give --data-path a file of .jsonl"):
+        conversations.read(f"{path}.txt", arguments(tokenizer, path))
+
+
+GOOD = {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0], "seq_start_id": [0, 3]}
+ANYTHING = st.none() | st.integers() | st.floats() | st.text(max_size=2) | st.booleans()
+
+
+@given(
+    st.fixed_dictionaries(
+        {name: st.just(good) | st.lists(st.integers(-1, 6), max_size=6) | ANYTHING | st.lists(ANYTHING | st.just([1]))
+         for name, good in GOOD.items()},
+        optional={"messages": st.lists(st.dictionaries(st.sampled_from(["role", "content"]), ANYTHING)) | ANYTHING},
+    )
+)  # fmt: skip
+def test_a_row_is_whole_or_broken(tokenizer, row):
+    """Whatever it holds: as many masks as tokens, which are its conversations', or none and a reason."""
+    found = conversations._row(row, 0, "file", conversations._made(tokenizer, FORMAT))
+    assert len(found["tokens"]) == len(found["trained"]) == sum(found["lengths"])
+    assert bool(found["broken"]) == (not found["lengths"])
+    if found["lengths"]:
+        assert (
+            found["tokens"].tolist() == row["input_ids"]
+            and np.cumsum(found["lengths"])[:-1].tolist() == (row["seq_start_id"][1:])
+        )
+        assert found["trained"].sum() <= np.sum(row["loss_mask"]) == sum(x in (0, 1) and x for x in row["loss_mask"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss_mask": [0, 1]},
+        {"loss_mask": [0, 1, 0, 7, 0]},
+        {"loss_mask": [0, 0.5, 0, 1, 0]},
+        {"input_ids": [5, 6, 7, 8, (1 << 32) + 5]},
+        {"input_ids": [[5, 6, 7, 8, 9]]},
+        {"input_ids": [5.5, 6, 7, 8, 9]},
+        {"seq_start_id": [0, -3]},
+        {"seq_start_id": [1, 3]},
+        {"seq_start_id": [0, 5]},
+        {"seq_start_id": []},
+    ],
+)
+def test_packs_that_disagree_with_themselves_are_broken_rows(change, tokenizer):
+    made = conversations._made(tokenizer, FORMAT)
+    assert not conversations._row(GOOD, 0, "file", made)["broken"]
+    assert conversations._row(GOOD | change, 6, "file", made)["broken"].startswith("file row 7: ")
 
 
 def test_long_conversations_are_left_out_or_cut_off_as_upstream_does(tmp_path, tokenizer, capsys):
     path = write(tmp_path, SHORT, LONG)
     dropped = conversations.read(path, arguments(tokenizer, path))
     assert dropped.lengths[0] > 0 and dropped.lengths[1] == 0
-    assert "1 of 2 conversations" in (said := capsys.readouterr().out) and "rows.jsonl line 2" in said
+    assert "1 of 2 conversations" in (said := capsys.readouterr().out) and "rows.jsonl row 2" in said
     cut = conversations.read(path, arguments(tokenizer, path, wlb_sft_too_long="truncate"))
     assert cut.lengths[0] == dropped.lengths[0] and cut.lengths[1] > 256
 
@@ -131,39 +192,38 @@ def test_several_conversations_of_a_row_and_folders(tmp_path, tokenizer):
     path = write(tmp_path, [*SHORT, *conversation([9])], SHORT)
     found = conversations.read(str(tmp_path), arguments(tokenizer, path, data_cache_path=str(tmp_path / "cache")))
     assert len(found.lengths) == 3 and found.begins.tolist() == [0, 2, 3]
-    tokens = np.fromfile(f"{found.index.prefix}.bin", np.int32)
-    assert len(tokens) == len(found.mask) == found.index.lengths.sum()
-    with pytest.raises(ValueError, match="holds no conversations; give --data-path a file of .jsonl"):
-        conversations.read(str(tmp_path / "cache"), arguments(tokenizer, path))
+    assert [len(found.row(i)[0]) for i in (0, 1)] == [sum(found.lengths[:2]), found.lengths[2]]
 
 
-def test_tokenizing_happens_once_and_a_kill_leaves_nothing(tmp_path, tokenizer, monkeypatch):
-    path = write(tmp_path, SHORT)
+def test_tokenizing_happens_once(tmp_path, tokenizer, monkeypatch):
+    path = write(tmp_path, SHORT, LONG)
     args = arguments(tokenizer, path)
+    before = conversations.read(path, args)
+    monkeypatch.setattr(conversations, "_row", lambda *_, **__: pytest.fail("it is there already"))
+    assert conversations.read(path, args).lengths.tolist() == before.lengths.tolist()
+    monkeypatch.undo()
+    write(tmp_path, SHORT)
+    assert len(conversations.read(path, args).lengths) == 1
 
-    def killed(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "save", killed)
-        process = multiprocessing.get_context("fork").Process(target=conversations.read, args=(path, args))
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    assert not [each for each in tmp_path.iterdir() if each.is_dir() and each.suffix != ".parts"]
-    conversations.read(path, args)
-    assert not [each for each in tmp_path.iterdir() if each.suffix in (".parts", ".lock")]
-    monkeypatch.setattr(conversations, "_build", lambda *_, **__: pytest.fail("it is there already"))
-    conversations.read(path, args)
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl.gz"])
+def test_arrays_and_gzipped_files_are_read_as_upstream_does(name, tmp_path, tokenizer):
+    lines = write(tmp_path, SHORT, LONG)
+    rows = [{"messages": each} for each in (SHORT, LONG)]
+    path = tmp_path / name
+    path.write_text(json.dumps(rows, indent=1))
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(Path(lines).read_bytes()))
+    read = [conversations.read(str(each), arguments(tokenizer, lines)) for each in (lines, path)]
+    assert read[0].lengths.tolist() == read[1].lengths.tolist()
 
 
 def test_packs_of_bridge_are_conversations(tmp_path, tokenizer):
     """Their mask is that of labels: 1 where the next token is trained."""
-    row = {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0], "seq_start_id": [0, 3]}
-    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "pack.parquet")
+    datasets.Dataset.from_list([GOOD]).to_parquet(tmp_path / "pack.parquet")
     path = str(tmp_path / "pack.parquet")
     found = conversations.read(path, arguments(tokenizer, path))
-    assert found.lengths.tolist() == [3, 2] and found.mask.tolist() == [0, 0, 1, 0, 1]
+    assert found.lengths.tolist() == [3, 2] and found.row(0)[1].tolist() == [0, 0, 1, 0, 1]
 
 
 def test_analyze_says_what_it_would_bring_and_what_upstream_pads(tmp_path, tokenizer, capsys):
@@ -172,8 +232,8 @@ def test_analyze_says_what_it_would_bring_and_what_upstream_pads(tmp_path, token
     flags += ["--model", "llama3-8b", "--seq-length", "256", "--sft-tokenizer-prompt-format", FORMAT, "--steps", "1"]
     assert main(["analyze", *flags, "--json", "-"]) == 0
     printed = capsys.readouterr()
-    found = conversations.read(path, arguments(tokenizer, path))
-    rows = np.add.reduceat(found.index.lengths, found.begins[:-1])
+    found = conversations.read(path, arguments(tokenizer, path, wlb_sft_too_long="truncate"))
+    rows = np.add.reduceat(found.lengths, found.begins[:-1])
     assert json.loads(printed.out)["data"]["documents"] == 39 and len(rows) == 30
     padding = 1 - np.mean(np.minimum(rows, 256)) / 256
     assert f"each of the 30 lines of {path}: {padding:.1%} of their tokens are padding" in " ".join(printed.err.split())
@@ -186,6 +246,6 @@ def test_messages_of_parquet_are_those_of_lines(tmp_path, tokenizer):
     lines, table = write_chats(tmp_path / "a.jsonl", rows), str(tmp_path / "b.parquet")
     datasets.Dataset.from_list([{"messages": row} for row in rows]).to_parquet(table)
     of_lines, of_table = (conversations.read(path, arguments(tokenizer, path)) for path in (lines, table))
-    assert of_table.lengths.tolist() == of_lines.lengths.tolist() and (of_table.mask == of_lines.mask).all()
-    tokens = [np.fromfile(f"{found.index.prefix}.bin", np.int32).tolist() for found in (of_lines, of_table)]
-    assert tokens[0] == tokens[1]
+    assert of_table.lengths.tolist() == of_lines.lengths.tolist()
+    for i in range(4):
+        assert all(np.array_equal(*both) for both in zip(of_lines.row(i), of_table.row(i), strict=True))
