@@ -115,19 +115,21 @@ def check_log(path: str, flag: str) -> None:
         append(path, b"", flag)
     except OSError as error:
         raise ValueError(error.strerror) from error
-    check_room(folder, flag)
+    check_room(folder, flag, new_files=False)
 
 
-def check_room(folder: str, flag: str) -> None:
-    """Raise ValueError if the disk of a folder is full."""
+def check_room(folder: str, flag: str, *, new_files: bool = True) -> None:
+    """Raise ValueError if the disk of a folder is full, or `new_files` cannot be made there."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(1 << 16))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ValueError(f"{flag} {folder}: {error.strerror}; free space there, or name another") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if full or new_files:
+            remedy = "free space there" if full else "let it be written"
+            raise ValueError(f"{flag} {folder}: {error.strerror}; {remedy}, or name another") from error
 
 
 def _write(descriptor: int, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """Reading within a limit, writing whole or not at all, and logs of whole entries."""
 
+import errno
 import os
 import resource
 import signal
@@ -52,6 +53,16 @@ def test_what_cannot_take_entries_is_found_beforehand(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert {path.name for path in tmp_path.iterdir()} == {"log", "data.bin"}
+
+
+def test_a_folder_that_takes_no_files_is_found_beforehand_where_files_are_to_be_made(tmp_path, monkeypatch):
+    def refused(**_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refused)
+    with pytest.raises(ValueError, match="--save .*: Read-only file system; let it be written, or name another"):
+        files.check_room(str(tmp_path), "--save")
+    files.check_log(str(tmp_path / "log"), "--wlb-log")  # which is there, and can be written
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,8 @@ def loader(
             sampler=(micro_batch for plan in steps for micro_batch in plan.micro_batches),
             batch_size=None,  # the sampler yields whole micro-batches
             num_workers=num_workers,
+            # Others would be sent whole indexes; on Linux Python 3.14 starts others.
+            multiprocessing_context="fork" if num_workers else None,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=None if exit_signal is None else functools.partial(_outlive, exit_signal),
         )

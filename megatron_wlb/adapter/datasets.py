@@ -2,6 +2,7 @@
 
 import functools
 import os
+import resource
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,8 +69,11 @@ class SplitData:
 def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None) -> list[Any]:
     """Build the datasets of the three splits on every rank, in upstream's order; None for one without data.
 
-    `config` is upstream's, by default that of its `pretrain_gpt.py`.
+    `config` is upstream's, by default that of its `pretrain_gpt.py`. Every dataset holds files open, so as many are
+    allowed as can be.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     kind: Any = GPTDataset
     if args.mock_data:
         kind = MockGPTDataset if args.wlb_mock_lengths is None else _Mock

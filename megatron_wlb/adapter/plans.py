@@ -145,7 +145,19 @@ class Plans:
         job = self.job("train", iteration - 1)
         if job.packing.delays:
             packer = self.trained(iteration).packed.state if iteration > self.first_step else self._first_state
-            state.save(state_path(self._args.save, iteration), packer, job)
+            state.save(state_path(self._args.save, iteration), packer, job, self._args.consumed_train_samples)
+            self._forget(iteration)
+
+    def _forget(self, iteration: int) -> None:
+        """Remove the states of checkpoints that are gone; those of local ones lie elsewhere."""
+        args, save = self._args, Path(self._args.save)
+        if getattr(args, "non_persistent_ckpt_type", None) == "local":
+            return
+        apart = getattr(args, "non_persistent_global_ckpt_dir", None) or save / "non_persistent"
+        for path in save.glob("iter_*.wlb.json"):
+            name = path.name.removesuffix(".wlb.json")
+            if path != state_path(args.save, iteration) and not any((Path(f) / name).is_dir() for f in (save, apart)):
+                path.unlink(missing_ok=True)
 
     def _folder(self, step: int) -> str:
         """Return the folder of a checkpoint's state: --load, or --save for a non-persistent one."""
@@ -168,7 +180,7 @@ class Plans:
         """Bring a new packer with delay to `first_step`, and print what changed."""
         try:
             if first_step:
-                before = _load(packer, self._folder(first_step), first_step)
+                before = _load(packer, self._folder(first_step), first_step, self._args.consumed_train_samples)
                 changes = ", ".join(differences(before, self.job("train", first_step).to_json()))
                 print_rank_0(
                     f"> wlb: resumed at iteration {first_step} with {packer.num_waiting} documents waiting; "
@@ -195,11 +207,16 @@ def _slots(packed: PackedStep, reading: Reading) -> Sequence[np.ndarray]:
     return np.split(packed.drawn, bounds[1:-1])
 
 
-def _load(packer: Packer, folder: str, step: int) -> Any:
+def _load(packer: Packer, folder: str, step: int, consumed_samples: int) -> Any:
     path = state_path(folder, step)
-    saved, job = state.load(path)
+    saved, job, consumed = state.load(path)
     if saved["step"] != step:
         raise ValueError(f"packer state {path} is of step {saved['step']}, not of iteration {step}; copy that one's")
+    if consumed != consumed_samples:
+        raise ValueError(
+            f"packer state {path} is of {consumed} consumed samples, and the checkpoint of {consumed_samples}: it is "
+            "another job's; copy that one's, and give every job its own --save"
+        )
     packer.load_state(saved)
     return job
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import time
 from argparse import Namespace
 from collections import Counter
@@ -11,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0, training
@@ -59,6 +59,10 @@ class Report:
     def begin(self, job: Job, plans: Plans, tried: Sequence[Prediction], digested: Callable[[], int]) -> None:
         """Take what the data settle; `digested` returns this rank's part of the last step's digest."""
         self._job, self._plans, self._tried, self._digested = job, plans, tried, digested
+        # All ranks measure a step that the last one reports, also if it alone has the flags.
+        wanted = [self._args.log_interval, bool(self._run.log), self._scalar_interval]
+        torch.distributed.broadcast_object_list(wanted, torch.distributed.get_world_size() - 1)
+        self._wanted = tuple(wanted)
 
     def start(self, data: SplitData, backend: str) -> None:
         """Print what is trained and how it is planned."""
@@ -114,11 +118,8 @@ class Report:
             self._predicted = self._thread.submit(_predicted, job, plan.batch)
 
     def _wants(self, iteration: int) -> bool:
-        line = iteration % self._args.log_interval == 0
-        return line or bool(self._run.log) or self._wants_scalars(iteration)
-
-    def _wants_scalars(self, iteration: int) -> bool:
-        return self._scalar_interval > 0 and iteration % self._scalar_interval == 0
+        line, log, scalars = self._wanted
+        return iteration % line == 0 or log or (scalars > 0 and iteration % scalars == 0)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -194,7 +195,7 @@ class Report:
             print(line(entry), flush=True)
         if self._run.log:
             append(self._run.log, entry | details(plan, self._plans.job("train", plan.step)))
-        if self._wants_scalars(iteration):
+        if self._scalar_interval and iteration % self._scalar_interval == 0:
             _write_scalars(iteration, scalars(plan, entry))
 
 
@@ -308,4 +309,4 @@ def _percent(shares: Mapping[str, float]) -> str:
 
 def append(path: str, entry: dict[str, Any]) -> None:
     """Append one JSON line, all or nothing. Raises OSError, as `files.append`."""
-    files.append(path, (json.dumps(entry, separators=(",", ":")) + "\n").encode(), "--wlb-log")
+    files.append(path, msgspec.json.encode(entry, enc_hook=np.generic.item) + b"\n", "--wlb-log")  # NaN is null

@@ -5,8 +5,10 @@ import contextlib
 import functools
 import itertools
 import os
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from megatron_wlb.adapter.digest import weighed
 from megatron_wlb.adapter.loss import token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
-from megatron_wlb.adapter.plans import Plans
+from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.micro_batches import Prediction
@@ -49,8 +51,9 @@ class Training:
         datasets.check_files(args)
         if run.log and args.rank == args.world_size - 1:  # the rank that writes it
             files.check_log(run.log, "--wlb-log")
-        if args.rank == 0 and args.save and os.path.isdir(args.save):
-            files.check_room(args.save, "--save")
+        if args.rank == 0 and args.save:
+            folder = Path(args.save).absolute()  # which upstream makes when it saves
+            files.check_room(str(next(each for each in (folder, *folder.parents) if each.is_dir())), "--save")
         args.sft = False  # by which upstream would take means over our micro-batches in evaluation
         self._job = job = describe.make_job(args)
         self.attention = AttentionOptions(
@@ -304,9 +307,14 @@ class Training:
         return dummy_train_step
 
     def save(self, iteration: int) -> None:
-        """Save what waits after `iteration`, on rank 0 alone."""
-        if torch.distributed.get_rank() == 0:
+        """Save what waits after `iteration`, on rank 0 alone; a copy if upstream converts a checkpoint."""
+        if torch.distributed.get_rank():
+            return
+        if getattr(self._args, "ckpt_convert_format", None) is None:
             self._plans.save(iteration)
+        elif (waits := state_path(self._args.load, iteration)).exists():
+            os.makedirs(self._args.save, exist_ok=True)
+            shutil.copy(waits, self._args.save)
 
     def _saved(self, original: Any) -> Any:
         """Wrap upstream's save hook to save what waits before the checkpoint completes."""

@@ -50,13 +50,17 @@ def balance(
     Raises ValueError if there is no sequence or one longer than `job.max_tokens`, if they do not divide over the ranks
     as asked, or do not fit into `num_micro_batches`.
     """
-    given = np.asarray(lengths, np.int64)
-    least, most = (int(given.min()), int(given.max())) if given.size else (0, 0)
-    if given.ndim != 1 or least < 1 or most > job.max_tokens:
+    given = np.asarray(lengths)
+    if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
+        raise ValueError(f"lengths have shape {given.shape} of {given.dtype}; give at least one whole number")
+    least, most = int(given.min()), int(given.max())
+    if least < 1 or most > job.max_tokens:
         raise ValueError(
-            f"{given.size} sequences of {least} to {most} tokens; give at least one, of 1 to {job.max_tokens} tokens "
-            "each (max_tokens)"
+            f"{given.size} sequences of {least} to {most} tokens; give them 1 to {job.max_tokens} tokens (max_tokens)"
         )
+    given = given.astype(np.int64)
+    if num_micro_batches is not None and num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches is {num_micro_batches}; give at least 1, or leave it out")
     for what, count in (("sequences", len(given) if equal_counts else 0), ("micro-batches", num_micro_batches or 0)):
         if count % job.parallel.dp:
             raise ValueError(
@@ -104,6 +108,8 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[Pac
     full = [made for made in tried if len(made.batch) <= len(documents)] or tried
     least = min(made.time for made in full)
     batch = next(made.batch for made in full if made.time <= (1 + GAIN) * least)
+    for array in (batch.documents, batch.bounds, documents):  # which the cache keeps
+        array.flags.writeable = False
     packed = PackedStep(step=0, batch=batch, drawn=documents, first=0, position={}, waiting={})
     return packed, _job(job, len(batch), documents)
 

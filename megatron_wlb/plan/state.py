@@ -51,12 +51,14 @@ def _digest(state: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job) -> None:
-    """Write a state and its job atomically; the job is compared with a resumed run's.
+def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job, consumed_samples: int) -> None:
+    """Write a state, its job and the samples that its checkpoint has consumed, atomically.
 
     Raises OSError, naming the file, if the disk does not take it, and ValueError for a state that `load` would refuse.
     """
-    text = json.dumps({"packer": state, "job": job.to_json()}, separators=(",", ":"))
+    text = json.dumps(
+        {"packer": state, "job": job.to_json(), "consumed_samples": consumed_samples}, separators=(",", ":")
+    )
     if len(text) > MAX_BYTES:
         raise ValueError(f"the packer state {path} has {len(text)} bytes, over {MAX_BYTES}; let fewer documents wait")
     try:
@@ -71,8 +73,8 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job) -> None:
         ) from error
 
 
-def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a file of `save`: the state, and the job as JSON types. Raises ValueError."""
+def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+    """Read a file of `save`: the state, the job as JSON types, and the samples consumed. Raises ValueError."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(
@@ -86,4 +88,4 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         check(data.get("packer"))
     except (ValueError, RecursionError) as error:  # truncated, no text, nested too deeply, or refused by `check`
         raise ValueError(f"{path} cannot be read as a packer state: {error}; restore it") from error
-    return data["packer"], data.get("job") or {}
+    return data["packer"], data.get("job") or {}, data.get("consumed_samples")

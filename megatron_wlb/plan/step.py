@@ -91,7 +91,9 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
 
 
 def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
-    """Plan a packed step: place, shard."""
+    """Plan a packed step: place, shard. Raises ValueError for no data-parallel rank of the job."""
+    if not 0 <= dp_rank < job.parallel.dp:
+        raise ValueError(f"dp_rank is {dp_rank}; give one from 0 to {job.parallel.dp - 1}")
     batch = packed.batch
     job = job.of_step(len(batch), int(batch.documents["length"].sum()))
     work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import re
 from collections import Counter
@@ -104,7 +105,7 @@ def test_delay_loses_no_document_when_layout_and_batch_size_change(packing, data
         for i, (before, now) in enumerate(itertools.pairwise(sizes)):
             expected[i] += f", {name} {before} -> {now}" * (before != now)
     assert changes == [(str(3 * part), change) for part, change in enumerate(expected, 1)]
-    packer, _ = state.load(state_path(checkpoint, 12))
+    packer, *_ = state.load(state_path(checkpoint, 12))
     waiting = np.concatenate(list(state.waiting(packer).values()))
     trained = Counter(length for e in entries(log) for lengths in e["lengths"] for length in lengths)
     drawn = packer["drawn_samples"]
@@ -175,6 +176,10 @@ def test_with_delay_a_missing_state_stops_the_run_unless_told_to_go_on(dataset, 
     load = [*common, *DELAY.split()]
     with pytest.raises(RuntimeError, match="documents wait at the checkpoint 2 of .*leave them out by --no-load-wlb"):
         train(1, dataset, *common)
+    file = json.loads(state_path(str(checkpoint), 2).read_text())
+    state_path(str(checkpoint), 2).write_text(json.dumps(file | {"consumed_samples": 32}))
+    with pytest.raises(RuntimeError, match="of 32 consumed samples, and the checkpoint of 16: it is another job's"):
+        train(1, dataset, *load)
     state_path(str(checkpoint), 1).rename(state_path(str(checkpoint), 2))
     with pytest.raises(RuntimeError, match="is of step 1, not of iteration 2; copy that one's"):
         train(1, dataset, *load)
@@ -185,3 +190,15 @@ def test_with_delay_a_missing_state_stops_the_run_unless_told_to_go_on(dataset, 
         train(1, dataset, *load)
     run = train(1, dataset, *load, "--no-load-wlb", log=tmp_path / "log.jsonl", prints=prints)
     assert [e["step"] for e in run["log"]] == [3] and "that waited then are not trained" in prints.read_text()
+
+
+def test_states_go_and_are_converted_with_their_checkpoints(dataset, tmp_path):
+    checkpoint, delay = tmp_path / "ckpt", [*ADAM, *DELAY.split()]
+    save = f"--save {checkpoint} --save-interval 1 --save-retain-interval 2 --train-iters 5".split()
+    train(1, dataset, *delay, *save)
+    kept = sorted(path.name for path in checkpoint.glob("iter_*") if path.is_dir())
+    assert len(kept) < 5
+    assert sorted(path.name for path in checkpoint.glob("*.wlb.json")) == [f"{name}.wlb.json" for name in kept]
+    convert = f"--train-iters 5 --load {checkpoint} --ckpt-convert-format torch --ckpt-convert-save {tmp_path / 'new'}"
+    train(1, dataset, *delay, *convert.split(), exits=True)
+    assert len({state_path(str(each), 5).read_text() for each in (checkpoint, tmp_path / "new" / "torch")}) == 1

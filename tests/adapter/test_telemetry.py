@@ -55,6 +55,19 @@ def test_the_line_says_where_the_time_of_a_step_goes(run):
         assert line == report.line(entry)
 
 
+def test_flags_of_one_rank_decide_for_all(dataset, tmp_path):
+    """What is measured is told by collective calls: of the last rank, which reports, whatever the others have."""
+    log = tmp_path / "log"
+    last = {1: ["--wlb-log", str(log), "--tensorboard-dir", str(tmp_path / "board")]}
+    train(2, dataset, *CP2.split(), *FLAGS, "--log-interval", "4", flags_of_rank=last)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path):
+    report.append(str(tmp_path / "log"), {"loss": math.nan, "step": 1})
+    assert json.loads((tmp_path / "log").read_text(), parse_constant=pytest.fail) == {"loss": None, "step": 1}
+
+
 def test_the_log_is_what_compare_reads(run, tmp_path):
     entries, out = run[0]["log"], tmp_path / "compared.json"
     for entry in entries:

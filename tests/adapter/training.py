@@ -124,7 +124,7 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str, ex
     # Upstream prints hundreds of lines; they matter only when a test fails, and then pytest shows the exception.
     sys.stdout = open(prints, "a", buffering=1)  # noqa: SIM115
     sys.argv = [*argv, *flags_of_rank.get(dist.get_rank(), []), "--distributed-backend", "gloo", *cpu.FLAGS]
-    out: dict[str, Any] = {"grads": [], "evaluations": [], "sends": [], "losses": [], "norms": []}
+    out: dict[str, Any] = {"grads": [], "evaluations": [], "sends": [], "losses": [], "norms": [], "chunks": []}
     setup, evaluate, isend = training.setup_model_and_optimizer, training.evaluate, dist.isend
     training_log = training.training_log
     bound = inspect.signature(training_log).bind

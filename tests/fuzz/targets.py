@@ -76,7 +76,7 @@ def _state(data: bytes, folder: Path) -> None:
     """What has not been refused is what was saved."""
     (folder / "state.json").write_bytes(data)
     try:
-        loaded, _ = state.load(folder / "state.json")
+        loaded, *_ = state.load(folder / "state.json")
     except ValueError as error:
         raise error.__cause__ or error from None  # which says what it is, without the path
     require(loaded in [json.loads(seed)["packer"] for seed in _state_seeds()], "a state was changed")

@@ -101,8 +101,13 @@ def test_a_pipeline_makes_more_micro_batches_than_fit():
 @pytest.mark.parametrize(
     ("drawn", "given", "message"),
     [
-        ([], {}, "0 sequences of 0 to 0 tokens; give at least one"),
-        ([129], {}, "1 sequences of 129 to 129 tokens; give at least one, of 1 to 128 tokens"),
+        ([], {}, "shape .0,. of float64; give at least one whole number"),
+        ([[1]], {}, "shape .1, 1. of int64; give at least one whole number"),
+        *(([wrong], {}, "give at least one whole number") for wrong in (1.9, "12", True)),
+        ([129], {}, "1 sequences of 129 to 129 tokens; give them 1 to 128 tokens"),
+        ([0, 1], {}, "2 sequences of 0 to 1 tokens; give them 1 to 128 tokens"),
+        ([1, 2], {"num_micro_batches": -2}, "num_micro_batches is -2; give at least 1"),
+        *(([1, 2], {"dp_rank": rank}, f"dp_rank is {rank}; give one from 0 to 1") for rank in (-1, 2)),
         ([1, 2, 3], {"equal_counts": True}, "3 sequences do not divide over 2 data-parallel ranks"),
         ([1, 2, 3], {"num_micro_batches": 3}, "3 micro-batches do not divide"),
         ([128] * 3, {"num_micro_batches": 2}, "3 sequences of 384 tokens do not fit into 2 micro-batches of 128"),
@@ -111,6 +116,13 @@ def test_a_pipeline_makes_more_micro_batches_than_fit():
 def test_what_cannot_be_planned_is_refused(drawn, given, message):
     with pytest.raises(ValueError, match=message):
         balance(drawn, job_on(2), **given)
+
+
+def test_what_is_kept_for_the_next_call_cannot_be_written_to():
+    plan = balance([5, 4, 3, 2], job_on(2))
+    for array in (plan.batch.documents, plan.batch.bounds, plan.packed.drawn, plan.micro_batches[0].documents):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = array[::-1]
 
 
 # The page ------------------------------------------------------------------------------------------------------------
