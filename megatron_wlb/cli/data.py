@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -193,9 +194,9 @@ def _blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 def _shares(split: str) -> tuple[float, float]:
     try:
-        parts = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
+        parts = list(map(float, re.findall(r"[.0-9]+", split)))  # whatever lies between, as upstream
     except ValueError:
         parts = []
-    if not parts or not all(math.isfinite(p) and p >= 0 for p in parts) or not parts[0]:
+    if not 1 <= len(parts) <= 3 or not parts[0]:
         raise ValueError(f"--split {split}: give shares of training, validation and test, such as 969,30,1")
     return parts[0] / sum(parts), sum(parts[1:2]) / sum(parts)

@@ -22,6 +22,8 @@ TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
 _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 """Models by patterns in the names of their tokenizers."""
+DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
+"""Arguments that name the data."""
 MODEL_GROUPS = ("model", "multi-latent attention")
 """Groups of the flags that `shape_of` reads."""
 
@@ -101,7 +103,10 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
         if getattr(args, name) is None:
             setattr(args, name, value)
     typed = {f.name: value for f in fields(MegatronArguments) if (value := getattr(args, f.name, None)) is not None}
-    launched = launched._replace(stated=launched.stated | typed)
+    run = launched.stated
+    if typed.keys() & DATA:  # in the place of the run's, which may be given otherwise
+        run = {name: value for name, value in run.items() if name not in DATA}
+    launched = launched._replace(stated=run | typed)
     stated = {"world_size": launched.world_size} | launched.stated
     of_stages: tuple[str, ...] = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
     if launched.is_log:

@@ -4,8 +4,10 @@ import ast
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_wlb import files
@@ -26,7 +28,8 @@ MOST_VALUES = 1 << 20
 BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
 """Shell command that prints the argument blocks of a log."""
 _BEGIN, _END = re.compile(r"-{9,} arguments -{9,}"), "- end of arguments -"
-_ARGUMENT = re.compile(r"  (\w+) (?:\.+|(?<=\w{48} )) (.*)")
+_ARGUMENT = re.compile(r"(?:^|\s)(\w+) (?:\.+|(?<=\w{48} )) *(.*)")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _REMEDY = "give the log of a run, as Megatron wrote it"
 NOT_SIMULATED = {
@@ -56,6 +59,16 @@ _ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "
     *("dataloader_type", "moe_token_dispatcher_type", "moe_hybridep_pad_uneven_dispatch_inputs")
 }
 """Arguments that --wlb or the recommended flags set; a log has them whether they were given or not."""
+_RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_FORMER = {
+    "model_parallel_size": "tensor_model_parallel_size",
+    "batch_size": "micro_batch_size",
+    "checkpoint_num_layers": "recompute_num_layers",
+    "activations_checkpoint_granularity": "recompute_granularity",
+    "activations_checkpoint_method": "recompute_method",
+    "activations_checkpoint_num_layers": "recompute_num_layers",
+}
+"""Arguments of Megatron before 2022, and their names since."""
 _WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 """Arguments that a log shows as TP and ETP if they were not given."""
 _OTHER_MODELS = {
@@ -106,6 +119,8 @@ def read_log(name: str) -> Launched:
     text = _text(name)
     end = text.rfind(_END)
     begins = [match.end() for match in _BEGIN.finditer(text, 0, end)] if end >= 0 else []
+    if not begins and _BEGIN.search(text):
+        raise ValueError(f"{short(name)} ends within its arguments; {_REMEDY}, to the line that ends them")
     if not begins:
         raise ValueError(
             f"{short(name)} has no arguments as Megatron prints them; {_REMEDY}, or the run's command behind --"
@@ -114,7 +129,7 @@ def read_log(name: str) -> Launched:
     texts = {m[1]: m[2].strip() for line in lines if (m := _ARGUMENT.search(line))}
     if sum(len(text) for text in texts.values() if len(text) <= LONGEST_VALUE) > MOST_VALUES:
         raise ValueError(f"{short(name)}: its arguments have over {MOST_VALUES >> 20} MiB, the limit; {_REMEDY}")
-    found = {argument: _value_of(text) for argument, text in texts.items()}
+    found = _renamed({argument: _value_of(text) for argument, text in texts.items()})
     if "num_layers" not in found or "world_size" not in found:
         raise ValueError(f"{short(name)}: its arguments lack num_layers or world_size; {_REMEDY}")
     if padded := _PADDED.search(text, end):
@@ -123,11 +138,23 @@ def read_log(name: str) -> Launched:
     return Launched(found, list(_wlb_words(found)), name, is_log=True)
 
 
+def _renamed(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a log's arguments by today's names; DeepSpeed's list of one number is that number."""
+    former = {new: found[old] for old, new in _FORMER.items() if found.get(old) is not None}
+    if found.get("checkpoint_activations") is True or "recompute_method" in former:
+        former = _RECOMPUTE_ALL | former
+    now = {name: value for name, value in found.items() if name not in _FORMER}
+    return former | now | {"num_experts": _alone(found.get("num_experts"))}
+
+
 def read_command(words: Sequence[str], world_size: int | None = None) -> Launched:
     """Read the words of a run's command; `world_size` wins over the launcher's.
 
     Raises ValueError if there is no script, or if it trains anything but a GPT.
     """
+    if array := next((word for word in words if re.match(r"\$\{\w+\[[@*]\]", word)), None):
+        raise ValueError(f"{short(array)} is not expanded; give the words that it stands for, as bash -x prints them")
+    words = list(chain(*(_words_of_shell(word) if re.search(r"\.py\s", word) else [word] for word in words)))
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if script is None:
         raise ValueError(
@@ -222,6 +249,18 @@ def _refuse_others(words: Sequence[str], stated: Mapping[str, Any]) -> None:
         )
 
 
+def _words_of_shell(text: str) -> list[str]:
+    """Return the words of the command in a text for `bash -c` that starts the script. Raises ValueError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{short(text)}: {error}; give the command without bash -c") from error
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    ends = [i for i, word in enumerate(words) if word in _SEPARATORS or word.endswith(";")]
+    begin = max((i + 1 for i in ends if i < script), default=0)
+    return [word.rstrip(";") for word in words[begin : min((i for i in ends if i > script), default=len(words))]]
+
+
 def _stated(words: Sequence[str]) -> dict[str, Any]:
     """Parse flags to arguments by Megatron's names; the last of a flag counts."""
     given: dict[str, list[str]] = {}
@@ -273,6 +312,7 @@ def _wlb_words(stated: Mapping[str, Any]) -> Iterator[str]:
                 yield ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+_SEPARATORS = {"&&", "||", "|", "&"}
 _SHORT = {"-n": "--ntasks", "-np": "--ntasks", "-N": "--nodes"}
 
 
@@ -310,4 +350,4 @@ def _text(name: str) -> str:
         raise ValueError(f"{short(name)} is UTF-16; give it as iconv -f UTF-16 -t UTF-8 writes it")
     if b"\0" in data:
         raise ValueError(f"{short(name)} is binary; {_REMEDY}")
-    return data.decode("utf-8-sig", errors="replace")
+    return _COLOURS.sub("", data.decode("utf-8-sig", errors="replace"))

@@ -1,6 +1,7 @@
 """Samples that commands cut from data without torch: sizes and blends are those of upstream's own datasets."""
 
 import resource
+import shlex
 from types import SimpleNamespace
 
 import numpy as np
@@ -90,6 +91,14 @@ def test_a_blend_may_have_more_datasets_than_files_may_be_open(prefixes):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(found.parts) == 400 and len(found.pieces(0, len(found)))
+
+
+def test_numbers_of_a_split_are_those_of_upstream(prefixes):
+    texts = "60,20,20", "60:20:20", "[60 20 20]"
+    alike = [samples(f"--data-path {prefixes[0]} --split {shlex.quote(text)}") for text in texts]
+    assert len({len(each.parts[0].lengths) for each in alike}) == 1
+    with pytest.raises(ValueError, match="--split 1e2,0,0: give shares"):  # four numbers
+        samples(f"--data-path {prefixes[0]} --split 1e2,0,0")
 
 
 @pytest.mark.parametrize(

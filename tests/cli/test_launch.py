@@ -193,6 +193,7 @@ def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
         ("-- torchrun --nproc-per-node 8 mine --seq-length 64", "^no script such as pretrain_gpt.py in torchrun .*; "
          "give behind -- what starts the run, from torchrun or srun on$"),
         (f"{RUN} --num-layers 8", "^no --seq-length"),
+        ("-- torchrun ${RANKS[@]} pretrain_gpt.py", "RANKS.*is not expanded; give the words that it stands for"),
         (f"{RUN} {JOB} --num-layers $LAYERS", r"^--num-layers \$LAYERS: Expected `int"),
         (f"{RUN} {JOB} --wlb-packings adaptive", "--wlb-packings"),
         (f"{RUN} {JOB} --wlb-crossover high", "--wlb-crossover: invalid int value: 'high'"),
@@ -203,6 +204,14 @@ def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
 )  # fmt: skip
 def test_words_that_are_no_run(words, message, capsys):
     refused(capsys, words, message)
+
+
+def test_a_command_in_a_word_is_found():
+    inside = f"cd /w && ls; python pretrain_gpt.py {JOB} && echo done"
+    found = [described("-- srun -n 4", words).job for words in (f"bash -c {shlex.quote(inside)}", f"x.py {JOB}")]
+    assert found[0] == found[1]
+    with pytest.raises(ValueError, match="No closing quotation; give the command without bash -c"):
+        run("-- srun bash -c", shlex.quote("python ' pretrain_gpt.py --lr 1"))
 
 
 def test_only_analyze_takes_a_command(capsys):

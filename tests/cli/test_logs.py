@@ -1,6 +1,7 @@
 """Logs: blocks that upstream's own parser prints of a run's flags say what the flags say."""
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -99,7 +100,8 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
     assert os.system(f"{BLOCK} {log} > {tmp_path / 'block'}") == 0
     assert read_log(str(tmp_path / "block")).stated["num_layers"] == 4
     for text, message in (
-        (begun, "has no arguments as Megatron prints them; give the log of a run, .*or the run's command behind --"),
+        ("begun", "has no arguments as Megatron prints them; give the log of a run, .*or the run's command behind --"),
+        (begun, "ends within its arguments; give the log of a run, as Megatron wrote it, to the line that ends"),
         (second.replace("  world_size", "  x"), "its arguments lack num_layers or world_size; give the log"),
         (second.replace("  world_size", "  deepspeed ....... True\n  world_size"), "^DeepSpeed does not train a GPT"),
         (second.replace("  world_size", "  is_hybrid_model ... True\n  world_size"), "^pretrain_hybrid.py does not"),
@@ -107,6 +109,41 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
         log.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_log(str(log))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "instead"),
+    [
+        (r"^(.*)$", "\x1b[32m\\1\x1b[0m"),  # colours
+        (r"^ *", ""),  # pasted where leading blanks are lost
+        (r"^ *", "\t"),
+        (r"  *", " "),
+    ],
+)
+def test_a_log_is_read_as_people_send_it(pattern, instead, blocks, tmp_path):
+    block = blocks["llama"][1]
+    (tmp_path / "log").write_text(block)
+    (tmp_path / "sent").write_text(re.sub(pattern, instead, block, flags=re.MULTILINE))
+    assert read_log(str(tmp_path / "sent")).stated == read_log(str(tmp_path / "log")).stated
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ({"checkpoint_activations": True, "checkpoint_num_layers": 2}, ("full", "uniform", 2)),
+        ({"activations_checkpoint_method": "block", "activations_checkpoint_num_layers": 1}, ("full", "block", 1)),
+        ({"checkpoint_activations": False, "activations_checkpoint_method": None}, (None, None, None)),
+    ],
+)
+def test_former_names_of_arguments_are_known(lines, expected, tmp_path):
+    lines |= {"num_layers": 4, "world_size": 8, "model_parallel_size": 2, "batch_size": 4, "num_experts": [1]}
+    text = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in lines.items())
+    begin, end = ("-" * 20 + f" {what} " + "-" * 20 for what in ("arguments", "end of arguments"))
+    (tmp_path / "log").write_text(f"{begin}\n{text}{end}\n")
+    found = read_log(str(tmp_path / "log")).stated
+    names = "recompute_granularity", "recompute_method", "recompute_num_layers"
+    assert tuple(map(found.get, names)) == expected
+    assert (found["tensor_model_parallel_size"], found["micro_batch_size"], found["num_experts"]) == (2, 4, 1)
 
 
 def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
@@ -120,6 +157,17 @@ def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
     assert (found.settings.memory_budget, found.settings.max_tokens) == (40.5, None)
     assert (found.run_settings.log, found.sharding.save_gathered_kv) == ("a b", False)
     assert run(tmp_path / "log", "--wlb-packing adaptive").packing.name == "adaptive"
+
+
+def test_a_typed_data_flag_replaces_those_of_the_log(blocks, data, tmp_path):
+    (tmp_path / "log").write_text(blocks["llama"][1])
+    (tmp_path / "blend").write_text(data)
+    (tmp_path / "splits").write_text(f'{{"train": ["{data}"]}}')
+    for typed in (f"--train-data-path {data}", f"--data-args-path {tmp_path}/blend",
+                  f"--per-split-data-args-path {tmp_path}/splits"):  # fmt: skip
+        assert described(tmp_path / "log", typed).data.prefixes == [data]
+    typed = run(tmp_path / "log", "--mock-data").arguments
+    assert typed.mock_data and not typed.data_path
 
 
 def test_typed_flags_take_precedence(blocks, data, tmp_path):
