@@ -13,6 +13,7 @@ WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE megatron_wlb_hook.py megatron_wlb_hook.pth ./
 COPY csrc csrc
 COPY megatron_wlb megatron_wlb
+COPY rehearsal rehearsal
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON} AS analyze
@@ -35,6 +36,7 @@ WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE megatron_wlb_hook.py megatron_wlb_hook.pth ./
 COPY csrc csrc
 COPY megatron_wlb megatron_wlb
+COPY rehearsal rehearsal
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train

@@ -1,8 +1,6 @@
 """Builds the cores of planning, which are in C++."""
 
 import glob
-import os
-import shutil
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
@@ -22,18 +20,13 @@ class BuildNative(build_ext):
             ) from error
 
 
-class WithFiles(build_py):
-    """Brings the hook of Python's start, beside the package, and the source of the stand-in for CUDA.
-
-    The latter is built for the torch that it meets. An editable install has neither.
-    """
+class WithHook(build_py):
+    """Brings the hook of Python's start, beside the package, which an editable install has not."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            package = os.path.join(self.build_lib, "megatron_wlb", "rehearse", "native")
             self.copy_file("megatron_wlb_hook.pth", self.build_lib)
-            shutil.copytree("csrc/rehearsal", package, dirs_exist_ok=True)
 
 
 ParallelCompile(default=0).install()  # on all cores
@@ -48,5 +41,5 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off"],
         )
     ],
-    cmdclass={"build_ext": BuildNative, "build_py": WithFiles},
+    cmdclass={"build_ext": BuildNative, "build_py": WithHook},
 )

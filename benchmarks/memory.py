@@ -1,7 +1,8 @@
 """Jobs rehearsed for an H100: their memory beside the predicted one, and whether the NCCL calls of all ranks match.
 
-Nothing of it was measured on a GPU: `megatron-wlb rehearse` runs three steps of mock data over a stand-in for CUDA.
-Needs the Python of TransformerEngine, and about an hour of two cores. What --folder already has is not run again.
+Nothing of it was measured on a GPU: `megatron-rehearse` runs three steps of mock data over a stand-in for CUDA.
+Needs TransformerEngine with its extension of torch, and about an hour of two cores. What --folder already has is not
+run again.
 """
 
 import json
@@ -73,7 +74,7 @@ def rehearsed(name: str, folder: Path) -> list[results.Row]:
     path = folder / f"{name}.json"
     if not path.exists():
         options = ["--gpu", "h100", "--gpu-memory", str(CARD), "--ranks", ranks, "--steps", str(STEPS)]
-        whole = [sys.executable, "-m", "megatron_wlb", "rehearse", *options, "--json", str(path), "--", first, *flags]
+        whole = [sys.executable, "-m", "rehearsal", *options, "--json", str(path), "--", first, *flags]
         subprocess.run(whole, cwd=results.ROOT, check=False)  # its status is the verdict
         if not path.exists():
             sys.exit(f"{name} was not rehearsed, see above")

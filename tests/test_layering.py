@@ -9,13 +9,13 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "megatron_wlb"
+PACKAGE, REHEARSAL = ROOT / "megatron_wlb", ROOT / "rehearsal"
 
 LAYERS = """
 settings model types files _native hardware pipeline job cost sharding packing simulate plan micro_batches
-describe __init__ conversations runtime adapter bridge rehearse cli __main__ run
+describe __init__ conversations runtime adapter bridge cli __main__ run rehearsal
 """.split()
-"""Files and folders (rooms) of the package; each may import itself and those before it."""
+"""Rooms: files and folders of the package, and the package above it. Each may import itself and those before it."""
 ONLY = {
     "job": ("settings", "model", "types", "_native", "hardware", "pipeline"),
     "runtime": ("model", "types", "sharding"),
@@ -25,18 +25,18 @@ ONLY = {
 }
 """Rooms that may import fewer."""
 FRAMEWORKS = {
-    "torch": ("conversations", "runtime", "adapter", "rehearse"),
-    "megatron": ("conversations", "adapter", "bridge", "rehearse"),
-    "transformer_engine": ("rehearse",),
+    "torch": ("conversations", "runtime", "adapter", "rehearsal"),
+    "megatron": ("conversations", "adapter", "bridge", "rehearsal"),
+    "transformer_engine": (),
     "flash_attn": (),
 }
 """Which rooms may import what; the attention backends find their packages by name."""
-IN_FUNCTIONS = {"cli": ("torch", "conversations", "runtime", "rehearse")}
+IN_FUNCTIONS = {"cli": ("torch", "conversations", "runtime")}
 """What a room may import inside functions alone, since most of its commands run without."""
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
+    for path in sorted([*PACKAGE.rglob("*.py"), *REHEARSAL.rglob("*.py")])
 }
 
 

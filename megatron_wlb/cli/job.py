@@ -170,7 +170,7 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
         changes["global_batch_size"] = count
         notes.append(f"Assumed: {count} context windows a step, PP x DP (no --global-batch-size).")
     if model is None and a.vocab_size is None and a.padded_vocab_size is None:
-        changes["vocab_size"] = _vocabulary(a, notes)
+        changes["vocab_size"] = vocabulary(a, notes)
     if model is None and not a.group_query_attention and (a.num_query_groups or 1) > 1:
         notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
     if (a.num_experts or 1) > 1:
@@ -184,7 +184,8 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
     return replace(a, **changes)
 
 
-def _vocabulary(a: MegatronArguments, notes: list[str]) -> int:
+def vocabulary(a: MegatronArguments, notes: list[str]) -> int:
+    """Return the tokens of a tokenizer; adds an assumption to `notes`. Raises ValueError if it is not known."""
     if a.tokenizer_type in TOKENIZERS:
         return TOKENIZERS[a.tokenizer_type]
     name = a.tokenizer_model or ""

@@ -147,10 +147,10 @@ def _renamed(found: dict[str, Any]) -> dict[str, Any]:
     return former | now | {"num_experts": _alone(found.get("num_experts"))}
 
 
-def read_command(words: Sequence[str], world_size: int | None = None) -> Launched:
+def read_command(words: Sequence[str], world_size: int | None = None, *, any_model: bool = False) -> Launched:
     """Read the words of a run's command; `world_size` wins over the launcher's.
 
-    Raises ValueError if there is no script, or if it trains anything but a GPT.
+    Raises ValueError if there is no script, or if it trains anything but a GPT and not `any_model` will do.
     """
     if array := next((word for word in words if re.match(r"\$\{\w+\[[@*]\]", word)), None):
         raise ValueError(f"{short(array)} is not expanded; give the words that it stands for, as bash -x prints them")
@@ -162,7 +162,8 @@ def read_command(words: Sequence[str], world_size: int | None = None) -> Launche
             "torchrun or srun on"
         )
     stated = _stated(words[script + 1 :])
-    _refuse_others(words[: script + 1], stated)
+    if not any_model:
+        _refuse_others(words[: script + 1], stated)
     return Launched(stated, list(_wlb_words(stated)), "command", world_size=world_size or _world_size(words[:script]))
 
 

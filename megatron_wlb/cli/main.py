@@ -8,14 +8,14 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_wlb import __version__, files
-from megatron_wlb.cli import analyze, compare, profile, rehearse
+from megatron_wlb.cli import analyze, compare, profile
 from megatron_wlb.cli.common import Words, printable
 
-COMMANDS = (analyze, rehearse, profile, compare)
+COMMANDS = (analyze, profile, compare)
 EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis")
 EXTRAS |= dict.fromkeys(("torch", "megatron"), "train")
 """Packages that only some commands need, and the extra that each comes with."""
@@ -55,11 +55,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(words[:end])
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+
+    def run() -> int | None:
+        if words[end + 1 :] and args.run is not analyze.run:
+            raise ValueError(f"{words[end + 1]} behind --: only analyze takes a run's command")
+        code: int | None = args.run(args, Words(words, words[end + 1 :]))
+        return code
+
+    return in_one_line(f"megatron-wlb {args.command}", run)
+
+
+def in_one_line(program: str, run: Callable[[], int | None]) -> int:
+    """Run a program; wrong input is one line. Returns the exit code."""
     files.INPUTS.clear()
     try:
-        if words[end + 1 :] and args.run not in (analyze.run, rehearse.run):
-            raise ValueError(f"{words[end + 1]} behind --: only analyze and rehearse take a run's command")
-        return args.run(args, Words(words, words[end + 1 :])) or 0
+        return run() or 0
     except BrokenPipeError:
         # The reader has closed the pipe, as in `| head`. Without this, the interpreter fails again when it flushes at
         # exit.
@@ -68,18 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        return _refuse(args.command, f"{error.name} is not installed; pip install '.[{EXTRAS[error.name]}]' in a clone")
+        return _refuse(program, f"{error.name} is not installed; pip install '.[{EXTRAS[error.name]}]' in a clone")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
-        return _refuse(args.command, f"{where}{error.strerror or error}; check the name, rights and space")
+        return _refuse(program, f"{where}{error.strerror or error}; check the name, rights and space")
     except ValueError as error:
-        return _refuse(args.command, str(error))
+        return _refuse(program, str(error))
 
 
-def _refuse(command: str, message: str) -> int:
-    print(refusal(f"megatron-wlb {command}", message), end="", file=sys.stderr)
+def _refuse(program: str, message: str) -> int:
+    print(refusal(program, message), end="", file=sys.stderr)
     return 2
 
 

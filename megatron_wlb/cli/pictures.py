@@ -73,24 +73,3 @@ def shares(figure: Figure, edges: np.ndarray, shares: Mapping[str, np.ndarray], 
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set(xlabel="length of a document (tokens)", ylabel=label)
     figure.legend(loc="outside upper center", ncols=3)
-
-
-def memory(rank: dict[str, Any], gpu_gib: float, figure: Figure) -> None:
-    """Draw a rehearsed rank's memory in its passes, by kind."""
-    axes, gib = figure.subplots(), 2**30
-    step, allocated, reserved, exchange = np.array(rank["passes"], dtype=float).T
-    kept = np.array([float(each["kept"]) for each in rank["steps"]])[step.astype(int)]  # when the step began
-    weights = np.full(len(step), float(rank["weights"]))
-    parts = {"weights and gradients": weights, "optimizer and tables": np.maximum(0, kept - weights)}
-    parts["exchange"] = exchange
-    parts["activations"] = np.maximum(0, allocated - sum(parts.values()))
-    parts["held"] = np.maximum(0, reserved - sum(parts.values()))
-    values = [part / gib for part in parts.values()]
-    axes.stackplot(np.arange(len(step)), values, labels=parts, colors=(*COLORS[:4], GREY), step="mid")
-    axes.axhline(gpu_gib, color=INK, linewidth=0.8, linestyle=":")
-    axes.set_ylim(0, 1.05 * gpu_gib)
-    axes.set_xticks(np.searchsorted(step, np.unique(step)), [f"step {int(s)}" for s in np.unique(step)])
-    axes.margins(x=0)
-    axes.set_ylabel("GiB")
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3, fontsize=9)

@@ -47,7 +47,7 @@ def test_a_wheel_predicts_without_a_compiler_and_torch(tmp_path):
     assert installed >= {"megatron-wlb", "numpy", "msgspec", "rich", "jinja2", "matplotlib", "scipy"}
     assert not installed & {"torch", "megatron-core"}
 
-    run("venv/bin/megatron-wlb", "rehearse", "--help")
+    run("venv/bin/megatron-rehearse", "--help")
     hooks = "import sys; print(any(hasattr(finder, 'installs_wlb') for finder in sys.meta_path))"
     assert [run("venv/bin/python", "-c", hooks, *flags).strip() for flags in ((), ("--wlb",))] == ["False", "True"]
     write_index(tmp_path / "data.idx", np.random.default_rng(3).integers(2, 4096, 4000))

@@ -216,5 +216,5 @@ def test_a_command_in_a_word_is_found():
 
 def test_only_analyze_takes_a_command(capsys):
     assert refusal(capsys, "compare", "run.jsonl", "--", "torchrun") == (
-        "torchrun behind --: only analyze and rehearse take a run's command"
+        "torchrun behind --: only analyze takes a run's command"
     )

@@ -3,10 +3,10 @@
 import pytest
 
 from megatron_wlb.job import Parallel
-from megatron_wlb.rehearse import match as matching
-from megatron_wlb.rehearse.match import Call
-from megatron_wlb.rehearse.record import Kind
-from megatron_wlb.rehearse.run import chosen, matched
+from rehearsal import match as matching
+from rehearsal.match import Call
+from rehearsal.record import Kind
+from rehearsal.run import chosen, matched
 
 PAIR, OTHER = ("0//cuda//0", (0, 1)), ("1//cuda//0", (0, 1))
 

@@ -6,17 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_wlb.cli.main import main
-from megatron_wlb.rehearse import run
-from megatron_wlb.rehearse.build import library
-from megatron_wlb.rehearse.match import match
-from megatron_wlb.rehearse.record import Kind
+from rehearsal import run
+from rehearsal.__main__ import main
+from rehearsal.build import library, transformer_engine
+from rehearsal.match import match
+from rehearsal.record import Kind
+from tests.adapter.datasets import write_dataset
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA build")
 JOB = """torchrun --nproc-per-node 4 pretrain_gpt.py --wlb --transformer-impl local
@@ -32,9 +32,9 @@ VALUED = {word for word, after in itertools.pairwise(JOB) if word[:2] == "--" an
 
 
 def rehearse(tmp_path, *words, job=JOB, status=0):
-    """What `megatron-wlb rehearse` writes."""
+    """What `megatron-rehearse` writes."""
     path = tmp_path / "rehearsal.json"
-    assert main(["rehearse", "--gpu", "h100", "--json", str(path), *words, "--", *job]) == status
+    assert main(["--gpu", "h100", "--json", str(path), *words, "--", *job]) == status
     return json.loads(path.read_text())
 
 
@@ -63,7 +63,24 @@ def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
     i = next(i for i in reversed(calls) if swapped[3][i][3][0].same != swapped[3][calls[-1]][3][0].same)
     swapped[3][i], swapped[3][calls[-1]] = swapped[3][calls[-1]], swapped[3][i]
     (said,) = [said for said in match(swapped, True) if "rank 3" in said and ".py:" in said]
-    assert "step 3, backward of micro-batch " in said
+    assert "step 3, backward " in said
+
+
+def test_a_plain_job_runs_its_own_script_with_its_own_data(tmp_path):
+    """Every rank makes the index of the data by itself, and nothing of it stays."""
+    script = Path(__file__).parents[1] / "adapter" / "upstream_script.py"
+    left_out = ("--wlb", "--sequence-parallel", "--mock-data")  # local layers have no norms for the second
+    job = [str(script) if word == "pretrain_gpt.py" else word for word in JOB if word not in left_out]
+    data = write_dataset(tmp_path / "data", seed=0, documents=4000)
+    found = rehearse(tmp_path, "--ranks", "all", "--steps", "2", job=[*job, "--data-path", data, "--split", "80,10,10"])
+    assert found["verdict"] == "fits" and found["nccl"] == []
+    for rank in found["ranks"]:
+        assert len(rank["steps"]) == 2 and rank["predicted_gib"] is None
+        assert 0 < rank["allocated_gib"] <= rank["reserved_gib"] < 2
+    assert {path.name for path in tmp_path.iterdir()} == {"data.bin", "data.idx", "rehearsal.json"}
+    refused = [*job, "--mock-data"]
+    refused[job.index(str(script))] = "elsewhere.py"
+    assert main(["--gpu", "h100", "--", *refused]) == 2
 
 
 def test_experts_take_even_shares_of_what_every_rank_has(tmp_path):
@@ -96,7 +113,7 @@ def test_a_job_of_a_log_that_is_too_large_is_told_with_its_rank(tmp_path):
     log, path = tmp_path / "train.log", tmp_path / "rehearsal.json"
     log.write_text("\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 20}"]))
     words = ["--gpu", "h100", "--gpu-memory", "0.25", "--ranks", "3", "--steps", "1", "--json", str(path)]
-    assert main(["rehearse", *words, str(log)]) == 1
+    assert main([*words, str(log)]) == 1
     found = json.loads(path.read_text())
     assert found["verdict"] == "does not fit"
     assert "rank 3" in found["remedy"] and "--wlb-max-tokens" in found["remedy"]
@@ -118,8 +135,8 @@ def test_attention_of_cudnn_runs_over_the_stand_in():
     """By torch's own graphs here; TransformerEngine makes the same calls."""
     code = """
 import os
-from megatron_wlb.rehearse.task import GPUS
-from megatron_wlb.rehearse.worker import Watch
+from rehearsal.task import GPUS
+from rehearsal.worker import Watch
 Watch(GPUS["h100"])
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -135,7 +152,7 @@ os._exit(0)  # as ranks do
 
 
 @pytest.mark.full
-@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="the Python of TransformerEngine is not installed")
+@pytest.mark.skipif(not transformer_engine(), reason="TransformerEngine's extension of torch is not installed")
 @pytest.mark.parametrize(("name", "last"), [("550m", 24), ("7b", 48), ("30b", 96), ("70b", 192)])
 def test_the_jobs_of_the_slurm_scripts_fit(tmp_path, name, last):
     script = Path(__file__).parents[2] / "scripts" / "slurm" / f"{name}.sbatch"

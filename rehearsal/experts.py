@@ -41,10 +41,13 @@ class Experts:
         # A layer's passes run in the order of micro-batches, forward and again in backward.
         at = (self.backward, dispatcher)
         number, self._calls[at] = self._calls[at], self._calls[at] + 1
-        p, rank = self._job.parallel, torch.distributed.get_rank()
+        rank = torch.distributed.get_rank()
         peers = torch.distributed.get_process_group_ranks(dispatcher.tp_ep_group)
-        mine = self._of(rank // (p.tp * p.cp) % p.dp)[number]
-        rows_of = [rows * self._of(r // (p.tp * p.cp) % p.dp)[number] // mine for r in peers]
+        rows_of = [rows] * len(peers)  # without a plan all micro-batches are alike
+        if self._plan is not None:
+            p = self._job.parallel
+            mine, *theirs = (self._of(r // (p.tp * p.cp) % p.dp)[number] for r in (rank, *peers))
+            rows_of = [rows * each // mine for each in theirs]
         count, local = dispatcher.num_experts, dispatcher.local_expert_indices
         pairs = np.array(rows_of) * dispatcher.config.moe_router_topk
         dealt = pairs[:, None] // count + (np.arange(count) < pairs[:, None] % count)

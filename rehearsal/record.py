@@ -1,4 +1,4 @@
-"""What the stand-in wrote down of a rank: the records of `csrc/rehearsal/record.h`."""
+"""What the stand-in wrote down of a rank: the records of `native/record.h`."""
 
 from collections import Counter
 from enum import IntEnum, auto

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb.rehearse.record import SYNCS, Kind, members
+from rehearsal.record import SYNCS, Kind, members
 
 
 class Call(NamedTuple):

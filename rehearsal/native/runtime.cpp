@@ -194,7 +194,7 @@ cudaError_t cudaDriverGetVersion(int* version) { *version = CUDA_VERSION; return
 cudaError_t cudaRuntimeGetVersion(int* version) { *version = CUDA_VERSION; return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
     memset(p, 0, sizeof *p);
-    snprintf(p->name, sizeof p->name, "%s", device.name);
+    snprintf(p->name, sizeof p->name, "%s", device.name.c_str());
     p->totalGlobalMem = device.bytes;
     p->major = device.major;
     p->minor = device.minor;

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from megatron_wlb.job import Parallel
-from megatron_wlb.rehearse import record
-from megatron_wlb.rehearse.build import library
-from megatron_wlb.rehearse.match import match, program
-from megatron_wlb.rehearse.task import Task
+from rehearsal import record
+from rehearsal.build import library
+from rehearsal.match import match, program
+from rehearsal.task import Task
 
 WARM = 2
 """Steps in which the allocator finds its sizes: their retries do not count."""
@@ -85,44 +85,28 @@ def rehearse(
 def _run(
     task: Task, ranks: Sequence[int], advance: Callable[[int], None], folder: Path
 ) -> Generator[tuple[int, int | None]]:
-    """Run `megatron_wlb.rehearse.worker`; yields ranks that have ended, with their status; None: it ended itself."""
+    """Run `rehearsal.worker`; yields ranks that have ended, with their status; None: it ended itself."""
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
     cuda = str(library() / "libcuda.so.1")  # cuDNN's frontend opens a library for itself
     environment |= {"LD_PRELOAD": cuda, "LD_LIBRARY_PATH": str(library()), "CUDNN_FRONTEND_CUDART_LIB_NAME": cuda}
     given = folder / "task.json"
-    given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, folder=str(folder))))
-    command = [sys.executable, "-m", "megatron_wlb.rehearse.worker", str(given)]
-    done, waiting = dict.fromkeys(ranks, 0), [*reversed(ranks)]
+    given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, ranks=ranks, folder=str(folder))))
+    command = [sys.executable, "-m", "rehearsal.worker", str(given)]
+    options: Any = {"text": True, "env": environment, "start_new_session": True}
+    done = dict.fromkeys(ranks, 0)
     with (
         (folder / "worker.txt").open("w") as said,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        ) as worker,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, **options) as worker,
         contextlib.ExitStack() as stack,
     ):
         stack.callback(os.killpg, worker.pid, signal.SIGKILL)  # ranks that still run, too
-        assert worker.stdin is not None and worker.stdout is not None
-
-        def begin() -> None:
-            if waiting:
-                with contextlib.suppress(BrokenPipeError):  # its output ends, too
-                    print(waiting.pop(), file=worker.stdin, flush=True)
-
-        for _ in os.sched_getaffinity(0):
-            begin()
+        assert worker.stdout is not None
         while done:
             if not (line := worker.stdout.readline()):
                 yield next(iter(done)), None
             rank, word, number = line.split()
             if word == "ended":
                 advance(task.steps - done.pop(int(rank)))
-                begin()
                 yield int(rank), int(number)
             else:
                 advance(int(number) - done[int(rank)])
@@ -145,12 +129,16 @@ def _result(folder: Path, rank: int, status: int | None) -> dict[str, Any]:
 
 def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
     """Return the description of a rank, JSON types: sizes in GiB, counts of the last step."""
-    steps, gib = result["steps"], 2**30
+    steps = result["steps"]
+
+    def most(name: str) -> float:
+        return round(max((step.get(name, 0) for step in steps), default=0) / 2**30, 2)
+
     return {
         "rank": result["rank"],
-        "predicted_gib": round(max((step["predicted"] for step in steps), default=0) / gib, 2),
-        "allocated_gib": round(max((step["allocated"] for step in steps), default=0) / gib, 2),
-        "reserved_gib": round(max((step["reserved"] for step in steps), default=0) / gib, 2),
+        "predicted_gib": most("predicted") or None,
+        "allocated_gib": most("allocated"),
+        "reserved_gib": most("reserved"),
         "retries": sum(step["retries"] for step in steps[WARM:]),
         "out_of_memory": result.get("error"),
         "syncs_per_step": sum(seen["syncs"].values()),
@@ -162,26 +150,27 @@ def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def verdict(
-    ranks: list[dict[str, Any]], gpu_gib: float, wrong: Sequence[str] = (), *, modelled: bool = True
-) -> tuple[str, str]:
+def verdict(ranks: list[dict[str, Any]], task: Task, wrong: Sequence[str], *, modelled: bool) -> tuple[str, str]:
     """Return whether a job fits, and what to do if not.
 
-    `wrong`: with its NCCL calls. `modelled`: what is predicted is of the job's own number format.
+    `wrong`: with its NCCL calls. `modelled`: memory is predicted, of the job's own number format.
     """
+    gpu_gib = task.gpu.gib
     if wrong:
         return "hangs", f"{wrong[0]}; report it with the flags"
-    smaller = "give a smaller --wlb-max-tokens"
+    smaller = f"{'give a smaller --wlb-max-tokens, or ' * task.wlb}recompute activations"
     if worst := [r for r in ranks if r["out_of_memory"]]:
-        return "does not fit", f"rank {worst[0]['rank']} runs out of memory; {smaller}, or recompute activations"
+        return "does not fit", f"rank {worst[0]['rank']} runs out of memory; {smaller}"
     if worst := [r for r in ranks if r["retries"] or r["reserved_gib"] > ROOM * gpu_gib]:
         r = max(worst, key=lambda r: (r["retries"], r["reserved_gib"]))
         return "thrashes", (
             f"rank {r['rank']} reserves {r['reserved_gib']:.1f} of {gpu_gib:.1f} GiB and frees cached memory "
             f"{r['retries']} times; {smaller}, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is not"
         )
+    if not modelled:
+        return "fits", ""
     r = max(ranks, key=lambda r: abs(r["predicted_gib"] - r["allocated_gib"]) / r["allocated_gib"])
-    if modelled and abs(r["predicted_gib"] - r["allocated_gib"]) > max(CLOSE * r["allocated_gib"], CLOSE_GIB):
+    if abs(r["predicted_gib"] - r["allocated_gib"]) > max(CLOSE * r["allocated_gib"], CLOSE_GIB):
         return "disagrees", (
             f"rank {r['rank']} allocates {r['allocated_gib']:.1f} GiB where {r['predicted_gib']:.1f} were predicted; "
             "it fits, but an S_max of auto may be wrong: report it with the flags"

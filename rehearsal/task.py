@@ -25,19 +25,21 @@ GPUS = {
 
 
 class Task(msgspec.Struct, kw_only=True):
-    """A rank of a job, and how much of it to run."""
+    """Ranks of a job, and how much of it to run."""
 
     world_size: int
     steps: int
     gpu: Gpu
     script: list[str]
-    """Words from the script on to its flags; `megatron_wlb.run` first if it is upstream's."""
+    """The script that runs, behind `megatron_wlb.run` if that does; with `--wlb` and alone, it stands for our own."""
     flags: list[str]
+    wlb: bool
+    """Whether the job trains with `--wlb`."""
     stated: dict[str, Any] = {}
     """Arguments from a log, instead of flags."""
     vocab_size: int
     mock_data: bool
     """Train mock data, since the job's own are not here."""
-    rank: int = 0
+    ranks: list[int] = []
     folder: str = ""
     """Where results go: RANK.json, and RANK.log for what the stand-in writes down."""

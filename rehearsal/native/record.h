@@ -2,10 +2,11 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace rehearsal {
 
-enum Kind : int32_t {  // megatron_wlb/rehearse/record.py has the same names
+enum Kind : int32_t {  // record.py has the same names
     KERNEL, RECORD, WAIT, SYNC_STREAM, SYNC_DEVICE, SYNC_EVENT, COPY_TO_HOST, MAP, UNMAP, OUT_OF_MEMORY,
     GROUP_BEGIN, GROUP_END, COMMUNICATOR, MARK,
     ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECEIVE,
@@ -23,7 +24,7 @@ struct Record {
 
 // Configured by the worker before torch asks for a device; without, there is none.
 struct Device {
-    char name[128];
+    std::string name;
     uint64_t bytes;
     int32_t major, minor, processors, shared_bytes, l2_bytes;
 };

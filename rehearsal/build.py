@@ -1,4 +1,4 @@
-"""Builds the stand-in for CUDA and NCCL (`csrc/rehearsal`) for the torch that is installed."""
+"""Builds the stand-in for CUDA and NCCL (`native/`) for the torch that is installed."""
 
 import contextlib
 import hashlib
@@ -9,11 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = next(
-    folder
-    for folder in (Path(__file__).parents[2] / "csrc" / "rehearsal", Path(__file__).parent / "native")
-    if folder.is_dir() or folder.name == "native"  # a wheel has them here
-)
+SOURCES = Path(__file__).parent / "native"
 CACHE = Path.home() / ".cache" / "megatron_wlb"
 LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cpu", "torch_cuda_linalg")
 """Torch's libraries whose calls into CUDA and NCCL are stood in for."""
