@@ -175,8 +175,8 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
         notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
     if (a.num_experts or 1) > 1:
         notes.append(
-            "Experts get equally many tokens. The exchange of tokens takes no time here, and gradients and optimizer "
-            f"are those of the {a.moe_router_topk} experts that a token goes to."
+            "Experts get equally many tokens. Gradients and optimizer are those of the "
+            f"{a.moe_router_topk} experts that a token goes to."
         )
     if a.recompute_method == "block" or a.recompute_activations or a.recompute_granularity == "selective":
         what = "every layer" if a.recompute_method == "block" else "nothing"
