@@ -23,11 +23,12 @@ from benchmarks import attention, cp_peers, results
 from benchmarks.lengths import DATA, padded
 from benchmarks.results import Row
 from megatron_wlb.cli.profile import predict as predict_times
+from megatron_wlb.cost.attention import attention_kernels, exposed_exchange
 from megatron_wlb.cost.linear import memory_bound, output_matrix, products
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tp_overlap
 from megatron_wlb.hardware.profile import Profile, load_profile
-from megatron_wlb.job import Job, Parallel, Recompute
+from megatron_wlb.job import FP32, Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.pipeline.split import Split, laid_out
 from megatron_wlb.sharding.select import shard
@@ -355,16 +356,33 @@ def distributed(row: Row) -> Iterator[Row]:
     of = np.array([[attention.flops(n, heads, each) / cp for n in packs] for each in ("forward", "backward")])
     timed = [cp_peers.magi_times(cp_peers.magi(lengths, cp), job) for lengths in packs]
     took = {"magi_native": np.array([busy.max(axis=1) + added[:, 0] for busy, added in timed]).T}
-    for exchange in ("ring", "thd_ring"):
-        ring = replace(job, cp_exchange=exchange)
-        layers = pass_times(ring, [shard(lengths, ring) for lengths in packs]).layers
-        took[exchange] = np.array([each.attention.max(axis=1) + each.exchange for each in layers])
+    ring = replace(job, cp_exchange="ring")
+    layers = pass_times(ring, [shard(lengths, ring) for lengths in packs]).layers
+    took["ring"] = np.array([each.attention.max(axis=1) + each.exchange for each in layers])
+    took["thd_ring"] = np.array([tiled_ring(lengths, ring) for lengths in packs]).T
     for name, times in took.items():
         for direction, rate in zip(("fwd", "bwd"), (of / times).mean(axis=1) / 1e6, strict=True):
             quantity = f"{name.replace('thd_ring', 'ring')}_{direction}".replace("ring_", "ring_p2p_")
             if quantity in asked(row, "measured"):
                 each = {"quantity": quantity, "predicted": float(rate), "measured": row["measured"][quantity]["value"]}
                 yield each | ({"reading": name} if "ring" in name else {})
+
+
+def tiled_ring(lengths: np.ndarray, job: Job) -> list[float]:
+    """Forward and backward of a layer's attention in TransformerEngine's ring of packed documents, us.
+
+    A rank has two chunks of every document and their keys first. In every later step both of its chunks see the first
+    of another rank's, or the second sees both. Each has tiles of its own. Every step adds its output to an fp32 sum.
+    """
+    cp, kernels = job.parallel.cp, attention_kernels(job)
+    one, two = (-(-each // kernels[0].tile_rows) for each in (-(-lengths // (2 * cp)), -(-lengths // cp)))
+    tiles = (two * (two + 1) // 2 + (cp - 1) * one * two).sum()
+    # The last rank, whose second chunk sees both of all others', has most tiles of queries.
+    counts = np.array([[cp], [tiles], [cp * two.sum()]])
+    rows = np.array([float(lengths.sum())])
+    merged = rows * job.model.output_size * (job.bytes_per_value + 2 * FP32) / job.profile.memory_gb_per_s / 1e3
+    busy = [kernel.time(*counts) + merged for kernel in kernels]
+    return [float((each + added)[0]) for each, added in zip(busy, exposed_exchange(job, rows, busy), strict=True)]
 
 
 def predictions(row: Row) -> Iterator[Row]:

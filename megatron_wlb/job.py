@@ -24,7 +24,7 @@ FP32 = 4
 """Bytes of an fp32 value, such as a gradient."""
 NUM_TILES = 4
 """Sizes of tiles in which layers run, each half of the next larger one; see `Job.tiles`."""
-CP_EXCHANGES = ("shared", "latents", "all", "ring", "thd_ring")
+CP_EXCHANGES = ("shared", "latents", "all", "ring")
 STRATEGIES = {
     "per-sequence": ("per-sequence",),
     "per-document": ("per-document",),
@@ -186,7 +186,7 @@ class Job:
     cp_exchange: str = "shared"
     """Which K and V context-parallel ranks exchange. shared: needed rows of documents on several ranks, in rounds.
     latents: the same rows as latents, before attention. all: all documents by one all-gather, as in the paper. ring:
-    all documents from rank to rank (`--cp-comm-type p2p`); thd_ring: with the tiles of TransformerEngine's ring."""
+    all documents from rank to rank (`--cp-comm-type p2p`)."""
     hidden_transfers: bool = True
     """Transfers between interleaved stages overlap passes (`pipeline.Schedule`). Off by Megatron's defaults."""
     profile: Profile

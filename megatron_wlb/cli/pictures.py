@@ -12,8 +12,10 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 # Okabe-Ito: distinguishable with every kind of color vision.
 GREY, BLUE, ORANGE, GREEN = "#8c8c8c", "#0072b2", "#d55e00", "#009e73"
-COLORS = (BLUE, "#56b4e9", GREEN, "#f0e442", ORANGE, "#cc79a7", GREY)
+COLORS = (BLUE, "#56b4e9", GREEN, "#f0e442", "#cc79a7")
 """Colors of the parts of a whole."""
+WAITING: Any = {"facecolor": "none", "edgecolor": GREY, "hatch": "////", "linewidth": 0.5}
+"""How waiting looks."""
 INK, PAPER = "#202124", "#fefefe"
 """Colors of text and of gaps, which pictures of a page change in the dark."""
 STYLE: Any = {

@@ -14,7 +14,7 @@ Directions = tuple[np.ndarray, np.ndarray]
 
 
 def exchange_parts(job: Job) -> int:
-    return job.parallel.cp if job.cp_exchange in ("ring", "thd_ring") else 1
+    return job.parallel.cp if job.cp_exchange == "ring" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
     ranks = Group(size=cp, stride=job.parallel.tp)
     values = rows * job.model.kv_values_per_rank(job.parallel.tp)
     arrive = collective("all_gather", values * job.bytes_per_value, ranks)
-    if job.cp_exchange in ("ring", "thd_ring"):
+    if job.cp_exchange == "ring":
         # Each of CP - 1 hops is overlapped by one of CP parts. As in TransformerEngine, backward sends K and V in all
         # parts but the last, and bf16 gradients in all but the first.
         hop, (forward, backward) = arrive / (cp - 1), (times / cp for times in attention)
@@ -123,15 +123,3 @@ def sharding_kernel(job: Job) -> KernelModel:
     arrive, leave = exchange_model(job).times(np.array(job.context_length))
     times = 1 if job.sharding.save_gathered_kv or job.cp_exchange == "latents" else 2
     return replace(forward + backward, exchange=float(times * arrive + leave) / job.context_length)
-
-
-def ring_counts(lengths: np.ndarray, cp: int, tile_rows: int) -> np.ndarray:
-    """Return launches, N_t and N_q of every rank in TransformerEngine's ring of packed documents, int64 [cp, 3].
-
-    A rank has two chunks of every document and their keys first. In every later step both of its chunks see the first
-    of another rank's, or the second sees both. Each has tiles of its own.
-    """
-    one, two = (-(-each // tile_rows) for each in (-(-lengths // (2 * cp)), -(-lengths // cp)))
-    rank = np.arange(cp)
-    tiles = np.full(cp, (two * (two + 1) // 2 + (cp - 1) * one * two).sum())
-    return np.stack((np.full(cp, cp), tiles, (1 + rank) * two.sum() + (cp - 1 - rank) * one.sum()), axis=1)

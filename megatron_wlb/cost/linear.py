@@ -97,11 +97,6 @@ def loss(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _memory(job, size * (values + 9 * FP32), tokens), _memory(job, size * (3 * FP32 + values), tokens)
 
 
-def merging(job: Job, tokens: np.ndarray) -> np.ndarray:
-    """Return the time to add a ring step's output to the fp32 sum; gradients take as long."""
-    return _memory(job, job.model.output_size * (job.bytes_per_value + 2 * FP32), tokens)
-
-
 def token_exchange(job: Job, tokens: np.ndarray) -> np.ndarray:
     """Return the time in which the rows of a layer go to their experts and back, us; nothing overlaps it.
 

@@ -11,13 +11,11 @@ from megatron_wlb.cost.attention import (
     exchange_model,
     expansion,
     exposed_exchange,
-    ring_counts,
 )
 from megatron_wlb.cost.linear import (
     joining_matrix,
     loss,
     memory_bound,
-    merging,
     output_matrix,
     products,
     tiled,
@@ -215,18 +213,11 @@ def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Direc
     rows = np.array([float(p.lengths.sum()) for p in shards])
     if job.cp_exchange == "latents":
         rows = np.array([float(moved_rows(p).max()) for p in shards])
-    if job.cp_exchange == "thd_ring":
-        cp, tile = job.parallel.cp, kernels[0].tile_rows
-        counts = np.array([ring_counts(plan.lengths, cp, tile) for plan in shards])
-        forward, backward = (
-            kernel.time(*np.moveaxis(counts, 2, 0)) + cp * merging(job, rows / cp)[:, None] for kernel in kernels
-        )
-    else:
-        counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
-        calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
-        # A step of a ring has both chunks of a rank in one launch.
-        launches = np.full_like(calls, job.parallel.cp) if job.cp_exchange == "ring" else calls
-        forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
+    counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
+    calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
+    # A step of a ring has both chunks of a rank in one launch.
+    launches = np.full_like(calls, job.parallel.cp) if job.cp_exchange == "ring" else calls
+    forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
     if job.cp_exchange == "latents":
         return (forward, backward), exchange_model(job).times(rows)
     return (forward, backward), exposed_exchange(job, rows, (forward.max(axis=1), backward.max(axis=1)))

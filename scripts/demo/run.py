@@ -236,8 +236,7 @@ def predict() -> Callable[[], str]:
     def verdict() -> str:
         if analysis.wait():
             sys.exit("demo: analyze failed")
-        headline: str = json.loads((FOLDER / "analyze.json").read_text())["headline"]
-        return headline.partition(" Over ")[0]
+        return str(json.loads((FOLDER / "analyze.json").read_text())["headline"])
 
     return verdict
 

@@ -5,6 +5,8 @@ import re
 import shlex
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_wlb.cli.analyze.setup import setup_of
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.job import Run, add_job_flags, run_of
@@ -25,6 +27,11 @@ LARGE = (
 """For `RUN`, or with --num-gpus 16; a number of micro-batches saves a search."""
 RUN = "-- torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py"
 """16 GPUs, with the flags that follow."""
+
+
+def drawn():
+    """Lengths of documents."""
+    return np.random.default_rng(3).lognormal(5.5, 1.4, 8000).astype(np.int64).clip(1, 6000)
 
 
 class Described(NamedTuple):

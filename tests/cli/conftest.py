@@ -1,15 +1,15 @@
 """Data that `megatron-wlb analyze` reads in its tests."""
 
-import numpy as np
 import pytest
 
 from tests.adapter.datasets import write_index
+from tests.cli.analyses import drawn
 
 
 @pytest.fixture(scope="module")
 def lengths():
     """Tokens of documents, for about 290 steps."""
-    return np.random.default_rng(3).lognormal(5.5, 1.4, 8000).astype(np.int64).clip(1, 6000)
+    return drawn()
 
 
 @pytest.fixture(scope="module")

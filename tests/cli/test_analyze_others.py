@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.describe.make import make_job
@@ -15,10 +14,10 @@ from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.samples import Samples, windows
 from megatron_wlb.simulate.memory import peak_bytes
-from tests.cli.analyses import JOB, C, N, analyse, setup
+from tests.cli.analyses import JOB, N, analyse, setup
 
 
-def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster(tmp_path, data, capsys):
+def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster(tmp_path, data):
     words = f"{JOB} --num-layers 8 --pipeline-model-parallel-size 2 --vocab-size 16384 --wlb-crossover 9000"
     words += f" --wlb-micro-batches 8 --data-path {data}"
 
@@ -29,7 +28,6 @@ def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster
     (other,) = layouts_of(found)
     assert re.fullmatch(r"--pipeline-model-parallel-layout 'Et\*\d\|(tt|ttt)L'", other["flag"])
     assert other["speedup"] > found["schemes"]["ours"]["speedup"]
-    assert "Megatron would gain, too" in capsys.readouterr().out
     again = analyse(tmp_path, words, other["flag"].replace("'", ""), "--steps 24")
     assert again["schemes"]["ours"]["us_per_token"] < found["schemes"]["ours"]["us_per_token"]
     assert layouts_of(again) == []
@@ -49,7 +47,7 @@ def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_fas
     assert not setup(words.replace("-parallel-size 2", "-parallel-size 1")).others
 
 
-def test_overlap_of_tensor_parallel_communication_is_mentioned_where_it_can_be_had(tmp_path, data, capsys):
+def test_overlap_of_tensor_parallel_communication_is_tried_where_it_can_be_had(data):
     """Not beyond a node, nor where it is on."""
     words = f"{JOB} --data-path {data} --hidden-size 8192 --num-attention-heads 64 --sequence-parallel"
 
@@ -59,9 +57,6 @@ def test_overlap_of_tensor_parallel_communication_is_mentioned_where_it_can_be_h
 
     assert [tried(tp) for tp in (1, 2, 8, 16)] == [[], [4096], [4096], []]
     assert tried(8, "--tp-comm-overlap") == tried(8, "--multi-latent-attention") == []
-    analyse(tmp_path, words, "--tensor-model-parallel-size 8 --steps 4")
-    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("- --tp-comm-overlap would"))
-    assert said.endswith("tokens a second. Megatron would gain, too.")
 
 
 def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
@@ -90,23 +85,6 @@ def test_other_layouts_have_the_tokens_of_the_run(data):
     words = JOB.replace(f"--global-batch-size {N} ", ""), "--wlb-crossover 900 --data-path", data
     found = setup(*words, "--pipeline-model-parallel-size 2 --num-gpus 4")
     assert {each.global_batch_size for each in (found.job, *found.layouts)} == {4} and found.layouts
-
-
-def test_a_delay_comes_behind_layouts_that_bring_as_much_in_the_same_step(tmp_path, long, capsys):
-    """With one window a stage: long documents decide every step, and fewer stages or wider CP spread them."""
-    words = f"--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --vocab-size 1024 --seq-length {8 * C} {long} "
-    words += "--pipeline-model-parallel-size 4 --num-gpus 8 --global-batch-size 8"
-    found = analyse(tmp_path, words, "--steps 8")
-    printed, ours, delay = capsys.readouterr().out, found["schemes"]["ours"], found["delay"]
-    assert ours["late_steps"] == 0 < delay["late_steps"]
-    assert delay["gain"] > 1.02 and delay["speedup"] == pytest.approx(delay["gain"] * ours["speedup"])
-    best = found["layouts"][0]
-    assert best["gain"] >= delay["gain"] and best["late_steps"] == 0 and best["megatron"] > 0
-    assert [each["gain"] for each in found["layouts"]] == sorted((e["gain"] for e in found["layouts"]), reverse=True)
-    said = [line for line in printed.splitlines() if "--wlb-max-delay-steps 30 would bring" in line]
-    assert f"{delay['speedup']:.2f}" in said[0] and f"{delay['late_steps']:.2f} steps late" in said[0]
-    assert printed.index("Faster on the same GPUs with the same tokens") < printed.index(said[0])
-    assert setup(words, "--wlb-max-delay-steps 30").delayed is None
 
 
 def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_a_layer():

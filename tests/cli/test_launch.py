@@ -10,7 +10,7 @@ import pytest
 from megatron_wlb.cli.launch import NOT_SIMULATED, read_command
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, LARGE, MODEL, RUN, C, analyse, described, refused, run
+from tests.cli.analyses import JOB, MODEL, RUN, C, described, refused, run
 from tests.cli.commands import ROOT, refusal
 
 LINE = """-- torchrun --nproc_per_node=2 --nnodes 2 --rdzv-endpoint host:29500 pretrain_gpt.py \
@@ -170,16 +170,6 @@ def test_attention_across_documents_is_named(words, crosses):
     """Of a run; flags alone are none that exists. What upstream does with each mask, `tests/adapter` shows."""
     (notes,) = ([note for note in run(words, JOB).judged.remarks if note.startswith("The run lets")],)
     assert len(notes) == crosses and any("#2357" in note for note in notes) == (crosses and "reset-att" in words)
-
-
-def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
-    write_index(tmp_path / "long.idx", 8 * lengths)
-    words = f"--steps 40 --html {tmp_path / 'page'} {RUN} {LARGE} --mtp-hsm"
-    analyse(tmp_path, words, "--dataloader-type=cyclic --split 99,1,0 --data-path", str(tmp_path / "long"))
-    printed = capsys.readouterr().out
-    assert printed.endswith("Take out:\n  --mtp-hsm\n")
-    assert "--wlb-packing adaptive" in printed.split("Add to the command:\n")[1]
-    assert "<h2>Take out</h2><pre>--mtp-hsm" in (tmp_path / "page").read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ nor Megatron, nor torch; of the dataset, it reads only the .idx file.
 
 LOG comes first. Flags take precedence over a log or a command. Lists Megatron's arguments that do not matter, are not
 simulated, or are refused by training with --wlb. Megatron (attention across documents, or documents apart) and --wlb
-(with the --wlb-* flags given) train the same tokens every step; in the paper's WLB-LLM, with tuned thresholds,
-documents wait. Steps are packed, sharded and simulated as they would be trained.
+(with the --wlb-* flags given) train the same tokens every step. Steps are packed, sharded and simulated as they would
+be trained. With -q the exit status is 0 if the verdict is to use --wlb, else 1.
 """
 
 import argparse
@@ -24,11 +24,12 @@ from megatron_wlb.simulate.step import trace_of
 
 WIDTH = 100
 """Columns if no terminal tells its width."""
-USAGE = "[LOG] [--html FILE] [--json FILE] [--trace FILE] [FLAGS] [-- COMMAND]"
+USAGE = "[LOG] [-q] [--html FILE] [--json FILE] [--trace FILE] [FLAGS] [-- COMMAND]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    parser.add_argument("-q", action="store_true", help="print the verdict only; exit status 0: use it, else 1")
     parser.add_argument("--html", metavar="FILE", help="report with pictures to write, in one file")
     parser.add_argument(
         "--json", metavar="FILE", help="numbers to write; - for standard output, the table on the other"
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_flags(parser)
 
 
-def run(args: argparse.Namespace, words: Words) -> None:
+def run(args: argparse.Namespace, words: Words) -> int:
     """Analyse, print and write. Raises ValueError before anything is written."""
     import jinja2  # noqa: F401  # an extra, missed now rather than after the work
 
@@ -67,4 +68,5 @@ def run(args: argparse.Namespace, words: Words) -> None:
         if html is not None:
             html.write(page.page(results))
         write_json(trace, trace_of(results.examples["ours"].step))
-    table.show(results, terminal)
+    table.show(results, terminal, verdict_only=args.q)
+    return int(args.q and table.verdict(results)[1] != "gain")

@@ -12,7 +12,7 @@ from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
 from megatron_wlb.cli.common import render
-from megatron_wlb.cli.pictures import BLUE, COLORS, GREY, INK, ORANGE, PAPER
+from megatron_wlb.cli.pictures import BLUE, COLORS, GREY, INK, ORANGE, PAPER, WAITING
 from megatron_wlb.simulate.step import SimulatedStep, attention_of_ranks, micro_batch_times
 
 MOST_EDGES = 48
@@ -43,40 +43,40 @@ def lengths(report: Report, figure: Figure) -> None:
 def time(report: Report, figure: Figure) -> None:
     """Draw where the time of a token goes, with --wlb and without."""
     axes = figure.subplots()
-    names = ("ours", report.entries["reference"], *(n for n in table.OVER if n != report.entries["reference"]))
-    for row, name in enumerate(names):
+    looks = [*({"color": color} for color in COLORS), WAITING]
+    for row, name in enumerate(table.TITLES):
         left = 0.0
-        for (part, seconds), color in zip(table.parts(report, name).items(), COLORS, strict=True):
-            axes.barh(row, seconds, left=left, color=color, label="" if row else part, height=0.6)
+        for (part, seconds), look in zip(table.parts(report, name).items(), looks, strict=True):
+            axes.barh(row, seconds, left=left, label="" if row else part, height=0.6, **look)
             left += seconds
         axes.annotate(f"{left:.3g} s", (left, row), (3, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(names)), [table.TITLES[name] for name in names])
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(range(len(table.TITLES)), [title.replace(", ", ",\n") for title in table.TITLES.values()])
+    axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("seconds per million tokens")
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
 
 
 def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]]:
-    """Yield axes, step and title of the run and, below, of --wlb."""
+    """Yield axes, step and title of --wlb and, below, of Megatron with the same attention."""
     panels = figure.subplots(2, sharex=True, sharey=True)
-    for axes, name in zip(panels, (report.entries["reference"], "ours"), strict=True):
+    for axes, name in zip(panels, ("ours", "thd"), strict=True):
         yield axes, report.examples[name], table.TITLES[name]
 
 
 def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
-    """Draw bars, or an outline of very many; the largest's excess is orange."""
+    """Draw bars, or an outline of very many; others wait for the largest's excess."""
     slowest, count = int(values.argmax()), len(values)
     if count <= MOST_BARS:
-        axes.bar(range(count), values, color=BLUE)
-        axes.bar(slowest, values[slowest] - mean, bottom=mean, color=ORANGE)
+        axes.bar(range(count), np.where(np.arange(count) == slowest, mean, values), color=BLUE)
+        axes.bar(slowest, values[slowest] - mean, bottom=mean, **WAITING)
     else:
         axes.stairs(values, np.arange(count + 1) - 0.5, color=BLUE, fill=True)
-        axes.plot([slowest, slowest], [mean, values[slowest]], color=ORANGE, linewidth=2)
+        axes.plot([slowest, slowest], [mean, values[slowest]], color=GREY, linewidth=2)
     axes.axhline(mean, color=INK, linewidth=0.8)
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title(f"{title}: slowest / mean {values[slowest] / mean:.2f}", loc="left", fontsize=10)
+    axes.set_title(title, loc="left", fontsize=10)
 
 
 def micro_batches(report: Report, figure: Figure) -> None:
@@ -106,10 +106,9 @@ def ranks(report: Report, figure: Figure) -> None:
 
 def timelines(report: Report, figure: Figure) -> None:
     """Draw the passes of every stage."""
-    for axes, (step, _, documents, _), title in _panels(report, figure):
+    for axes, (step, *_), title in _panels(report, figure):
         _timeline(axes, step)
-        tokens = sum(int(lengths.sum()) for lengths in documents)
-        axes.set_title(f"{title}: {step.time / tokens:.2f} s per million tokens", loc="left", fontsize=10)
+        axes.set_title(title, loc="left", fontsize=10)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_ylim(report.setup.job.parallel.pp - 0.5, -0.5)
     figure.axes[-1].set_xlabel("seconds")
@@ -119,6 +118,7 @@ def timelines(report: Report, figure: Figure) -> None:
 def _timeline(axes: Axes, step: SimulatedStep) -> None:
     slowest = max(step.timelines, key=lambda timeline: timeline.makespan)
     for stage in range(slowest.schedule.num_stages):
+        axes.barh(stage, slowest.makespan / 1e6, height=0.8, **WAITING)
         forward, backward = (
             np.stack((start.ravel(), (end - start).ravel()), axis=1)
             for start, end in zip(slowest.start[:, stage], slowest.end[:, stage], strict=True)

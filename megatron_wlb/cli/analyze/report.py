@@ -24,7 +24,7 @@ from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances, lim
 from megatron_wlb.types import document_work
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 10
+VERSION = 11
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """Approximate passes to simulate and micro-batches to pack per scheme, within the bounds above."""
@@ -34,8 +34,6 @@ MOST_LAYOUTS = 3
 """Layouts that are shown, the fastest."""
 CLOSE = 0.02
 """Gain or loss up to which neither way is advised, and a delay is not mentioned."""
-LOST_STEPS = 20
-"""Steps that determine what Megatron would lose without a flag."""
 READING_STEPS = 8
 """Steps that tell a speed-up under other assumptions."""
 KERNELS = ("h100-fa2", "h100-cudnn", "h100-fa3")
@@ -97,14 +95,12 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
     jobs = schemes(setup)
     for name, job in jobs.items():
         measured[name] = measure(setup, name, job, packed, simulated, measured.get("thd"), advance)
-    reference = setup.megatron.name
     numbers = {name: each.numbers for name, each in measured.items()}
     same, examples = measured["thd"].typical(), {}
     for name, each in measured.items():
         examples[name] = each.samples[each.typical() if each.delays else same]
-        ratio, error = _speedup(each, measured[reference])
-        found = {"speedup": ratio, "speedup_error": error, "typical_step_ms": _parts_ms(examples[name].step)}
-        numbers[name].update(found)
+        ratio, error = _speedup(each, measured["thd"])
+        numbers[name].update({"speedup": ratio, "speedup_error": error, "parts_ms": _parts_ms(each.samples)})
     us_per_token = min(each["limit_us_per_token"] for each in numbers.values())
     others = Others(setup, measured, packed // simulated)
     entries = {
@@ -118,11 +114,10 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "date": datetime.date.today().isoformat(),
         "release": __version__,
         "left_out": setup.run.judged.left_out,
-        "reference": reference,
-        "lost": lost(setup, jobs[reference], min(packed, LOST_STEPS)),
+        "scheme_of_run": setup.megatron.name,
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": profile_entries(setup),
-        "limit": {"us_per_token": us_per_token, "speedup": numbers[reference]["us_per_token"] / us_per_token},
+        "limit": {"us_per_token": us_per_token, "speedup": numbers["thd"]["us_per_token"] / us_per_token},
         "readings": readings(setup, jobs, numbers, min(simulated, READING_STEPS)),
         "micro_batches": [
             {"micro_batches": each.job.num_micro_batches, "time": each.time, "late_steps": each.late_steps}
@@ -133,6 +128,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "delay": others.delay(),
         "other_flags": others.flags(),
         "flags": setup.flags(),
+        "pins": setup.pins(),
         "warnings": setup.run.judged.remarks + setup.data.remarks,
         "notes": setup.notes,
         "ignored": setup.run.judged.ignored,
@@ -163,9 +159,8 @@ class Others(NamedTuple):
 
     def _of_megatron(self, job: Job) -> float | None:
         """Return the speed-up of Megatron in another layout; None if it cannot train there."""
-        name = self.setup.megatron.name
         with contextlib.suppress(ValueError):  # such as of a micro-batch size that does not divide the windows
-            return _speedup(self._measure(name, self.setup.without_wlb(name, job)), self.measured[name])[0]
+            return _speedup(self._measure("thd", self.setup.without_wlb("thd", job)), self.measured["thd"])[0]
         return None
 
     def delay(self) -> dict[str, Any] | None:
@@ -196,17 +191,6 @@ class Others(NamedTuple):
         return measure(self.setup, name, job, self.stride * simulated, simulated, self.measured["thd"])
 
 
-def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
-    """Return Megatron's loss of speed without each flag that --wlb refuses."""
-    without = setup.megatron.refused
-    ways = {"": setup.megatron, **without} if without else {}
-    times = dict.fromkeys(ways, 0.0)
-    for step in setup.steps(job, steps if ways else 0):
-        for flag, megatron in ways.items():
-            times[flag] += megatron.simulate(job, step.batch).time
-    return {flag: 1 - times[""] / times[flag] for flag in without}
-
-
 def readings(
     setup: Setup, jobs: dict[str, Job], numbers: dict[str, dict[str, Any]], steps: int
 ) -> list[dict[str, Any]]:
@@ -217,17 +201,13 @@ def readings(
     if profile.name in KERNELS:
         changed |= {f"kernels of {name}": load_profile(name) for name in KERNELS if name != profile.name}
 
-    def speedups(other: Profile, ring: str) -> dict[str, float]:
+    def speedups(other: Profile) -> dict[str, float]:
         of: dict[str, Measured] = {}
-        for name in (*MEGATRON, "ours"):
-            job = replace(jobs[name], profile=other)
-            job = replace(job, cp_exchange=ring) if name == "thd" else job
-            of[name] = measure(setup, name, job, steps, steps, of.get("thd"))
+        for name, job in jobs.items():
+            of[name] = measure(setup, name, replace(job, profile=other), steps, steps, of.get("thd"))
         return {name: _speedup(of["ours"], of[name])[0] for name in MEGATRON}
 
-    found = {what: speedups(other, "ring") for what, other in changed.items()}
-    if setup.job.parallel.cp > 1:
-        found["a ring with the tiles of every step"] = speedups(profile, "thd_ring")
+    found = {what: speedups(other) for what, other in changed.items()}
     same = found.pop("")
     of_all = {name: numbers[name]["us_per_token"] / numbers["ours"]["us_per_token"] for name in MEGATRON}
     return [
@@ -288,7 +268,6 @@ def measure(
     levels = [imbalances(sample.step) for sample in samples]
     numbers = {
         "packing": job.packing.name,
-        "outlier_thresholds": getattr(job.packing, "outlier_thresholds", None),
         "num_micro_batches": job.num_micro_batches // megatron.micro_batch_size,
         "cp_sharding": job.sharding.cp_sharding if job.parallel.cp > 1 else None,
         "step_ms": float(time.mean()) / 1e3,
@@ -311,8 +290,10 @@ def measure(
     return Measured(numbers, job.packing.delays, samples, time, tokens, works)
 
 
-def _parts_ms(step: SimulatedStep) -> dict[str, float]:
-    return {"step": step.time / 1e3} | {part: us / 1e3 for part, us in asdict(breakdown(step)).items()}
+def _parts_ms(samples: list[Sample]) -> dict[str, float]:
+    """Return where the time of the steps goes on average."""
+    of_steps = [asdict(breakdown(sample.step)) for sample in samples]
+    return {part: float(np.mean([each[part] for each in of_steps])) / 1e3 for part in of_steps[0]}
 
 
 def data_entries(setup: Setup) -> dict[str, Any]:

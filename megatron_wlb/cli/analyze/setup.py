@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
-from itertools import combinations
 from shlex import quote
 from typing import NamedTuple
 
@@ -13,11 +12,11 @@ import numpy as np
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.job import Run
-from megatron_wlb.describe.make import default_max_tokens
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.micro_batches import DELAY, Prediction, predictions, step_time
+from megatron_wlb.micro_batches import DELAY, Prediction, predictions
+from megatron_wlb.packing import DEFAULT_POLICY
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
@@ -28,7 +27,7 @@ from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import SimulatedStep, simulate_step
-from megatron_wlb.types import PackedBatch, Shard, ShardPlan, document_work
+from megatron_wlb.types import PackedBatch, Shard, ShardPlan
 
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
 """Schemes without --wlb: tokens attend across documents, as upstream's flags have it; or inside, each document divided
@@ -39,10 +38,6 @@ SAMPLES, LEAST_STEPS, MOST_STEPS = 1 << 15, 64, 256
 """Windows that are cut from the data, and bounds on the steps that hold them, after which they begin anew."""
 MOST_WINDOWS = 1 << 14
 """Most windows of a step that are simulated."""
-THRESHOLD_SHARES = (1 / 4, 1 / 2, 3 / 4)
-"""Shares of the window; one or two of them are tried as thresholds of Algorithm 1."""
-TUNING_STEPS = 6
-"""Steps that compare thresholds, after the warm-up."""
 
 
 class Megatron(NamedTuple):
@@ -57,14 +52,6 @@ class Megatron(NamedTuple):
     tp_comm_overlap: bool = False
     hidden_transfers: bool = False
     """`--overlap-p2p-communication-warmup-flush`; assumed to overlap all transfers between stages."""
-
-    @property
-    def refused(self) -> dict[str, "Megatron"]:
-        """The flags that --wlb refuses, each with the run without it."""
-        without = {"--tp-comm-overlap": self._replace(tp_comm_overlap=False)} if self.tp_comm_overlap else {}
-        if self.micro_batch_size > 1:
-            without[f"--micro-batch-size {self.micro_batch_size}"] = self._replace(micro_batch_size=1)
-        return without
 
     def simulate(self, job: Job, batch: PackedBatch) -> SimulatedStep:
         """Simulate a step of windows; those of `plain` are one document each."""
@@ -131,6 +118,8 @@ class Setup:
             a.tp_comm_overlap and self.job.parallel.tp > 1 and not self.job.tp_overlap,
             bool(stated.get("overlap_p2p_comm_warmup_flush")),
         )
+        if not data.has_validation and stated.get("eval_iters") != 0:
+            run.judged.remarks.append("The data have no validation split; with --wlb the run needs --eval-iters 0.")
         if stated.get("dataloader_inter_document_masking") and self.job.parallel.cp > 1:
             run.judged.remarks.append(
                 "--dataloader-inter-document-masking with context parallelism: upstream divides the window, where "
@@ -183,39 +172,13 @@ class Setup:
             found[f"--pipeline-model-parallel-layout {quote(layout)}"] = relieved
         return found
 
-    @cached_property
-    def paper(self) -> Job:
-        """The paper's scheme: Algorithm 1, best thresholds, K and V gathered at once."""
-        job = self._as_megatron(self.job)
-        wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
-        job = replace(job, packing=wlb, cp_exchange="all").sharded(cp_sharding="wlb")
-        if wlb.outlier_thresholds is not None:
-            return job
-        grid = sorted({max(2, int(share * job.context_length)) for share in THRESHOLD_SHARES})
-        tried = [*((each,) for each in grid), *combinations(grid, 2)]
-        jobs = [replace(job, packing=WlbPacking(outlier_thresholds=each)) for each in tried]
-        return min(jobs, key=self._time_per_work)
-
     def without_wlb(self, name: str, job: Job | None = None) -> Job:
         """Return a job (None: this one) as a scheme of `MEGATRON` trains it: a ring, one window per micro-batch."""
-        job = replace(self._as_megatron(job or self.job), packing=OriginalPacking(), cp_exchange="ring")
-        return job.sharded(cp_sharding=MEGATRON[name])
-
-    def _as_megatron(self, job: Job) -> Job:
-        """Return the job without --wlb's own features; S_max may exceed memory."""
-        given = self.run.settings.max_tokens
+        job = job or self.job
         job = _by_windows(job, job.parallel.group_size or job.parallel.pp)
-        hidden = self.megatron.hidden_transfers
-        job = replace(job, reorder=False, hidden_transfers=hidden, tp_tile_rows=0)
-        job = replace(job, whole_documents=False)
-        return job if isinstance(given, int) else replace(job, max_tokens=default_max_tokens(job))
-
-    def _time_per_work(self, job: Job) -> float:
-        time = work = 0.0
-        for step in self.steps(job, TUNING_STEPS):
-            time += step_time(job, step.batch)
-            work += float(document_work(step.batch.documents["length"], job.crossover_tokens).sum())
-        return time / work
+        job = replace(job, packing=OriginalPacking(), cp_exchange="ring", whole_documents=False, tp_tile_rows=0)
+        job = replace(job, reorder=False, hidden_transfers=self.megatron.hidden_transfers)
+        return job.sharded(cp_sharding=MEGATRON[name])
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """Yield `count` steps as a scheme would train them, after a warm-up if it delays."""
@@ -226,20 +189,23 @@ class Setup:
             yield packer.next()
 
     def flags(self) -> str:
-        """Return the flags to add to a run's launch line for --wlb."""
-        job, run = self.job, self.run
-        settings = replace(run.settings, max_tokens=None)
-        if job.packing.steady_tokens:  # else it is what `settings` has
-            settings = replace(settings, micro_batches=job.num_micro_batches)
-        flags = ["--wlb --attention-dropout 0"]
-        flags += [f"--global-batch-size {job.global_batch_size}", flag_with_value("packing", job.packing.name)]
-        for each in (job.sharding, settings, job.packing, run.run_settings):
+        """Return the flags to add to a command: --wlb, what it needs beside it, and flags of it that were given."""
+        run, flags = self.run, ["--wlb"]
+        if run.launched.stated.get("attention_dropout") and not run.launched.is_log:  # which has defaults, too
+            flags.append("--attention-dropout 0")
+        if run.packing.name != DEFAULT_POLICY:
+            flags.append(flag_with_value("packing", run.packing.name))
+        for each in (run.packing, run.sharding, run.settings, run.run_settings):
             values = ((f, getattr(each, f.name)) for f in fields(each))  # type: ignore[arg-type]
             flags += [flag_with_value(f.name, value) for f, value in values if value != f.default]
-        flags.append(flag_with_value("max_tokens", job.max_tokens))
-        if not self.data.has_validation:
-            flags.append("--eval-iters 0")
         return " ".join(flags)
+
+    def pins(self) -> str:
+        """Return the flags that pin what `auto` chose."""
+        chosen = {"micro_batches": self.job.num_micro_batches} if self._chooses(self.job.packing) else {}
+        if self.run.settings.max_tokens == "auto":
+            chosen["max_tokens"] = self.job.max_tokens
+        return " ".join(flag_with_value(name, value) for name, value in chosen.items())
 
 
 def setup_of(run: Run) -> Setup:
@@ -258,4 +224,4 @@ def _by_windows(job: Job, group_size: int | None) -> Job:
 
 def schemes(setup: Setup) -> dict[str, Job]:
     """Return the ways to train the same data, by name."""
-    return {name: setup.without_wlb(name) for name in MEGATRON} | {"paper": setup.paper, "ours": setup.job}
+    return {name: setup.without_wlb(name) for name in MEGATRON} | {"ours": setup.job}

@@ -11,13 +11,8 @@ from megatron_wlb.cli.common import render
 from megatron_wlb.simulate.memory import H100_BYTES
 from megatron_wlb.simulate.step import SHARES
 
-TITLES = {"plain": "Megatron", "thd": "apart", "paper": "paper", "ours": "--wlb"}
-"""Names of the schemes."""
-OVER = {
-    "plain": "Megatron with attention across documents, which is another attention",
-    "thd": "Megatron with attention inside documents",
-}
-"""What a speed-up is over."""
+TITLES = {"ours": "--wlb", "thd": "Megatron, documents apart", "plain": "Megatron"}
+"""Names of the schemes, in the order in which they are shown."""
 WIDE = 0.05
 """Range of a speed-up, over itself, from which on it is shown."""
 SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
@@ -31,10 +26,9 @@ Row = tuple[str, ...]
 
 
 def rows(report: Report) -> list[Row]:
-    """Return the column titles, then a row per number: --wlb, what it is compared with, the others."""
-    entries, parallel = report.entries, report.setup.job.parallel
-    names = ("ours", entries["reference"], *(n for n in OVER if n != entries["reference"]), "paper")
-    schemes = [entries["schemes"][name] for name in names]
+    """Return the column titles, then a row per number."""
+    parallel = report.setup.job.parallel
+    schemes = [report.entries["schemes"][name] for name in TITLES]
     pp, dp, cp, gpus = parallel.pp, parallel.dp, parallel.cp, parallel.num_gpus
 
     def row(title: str, show: Callable[[dict[str, Any]], str]) -> Row:
@@ -54,7 +48,7 @@ def rows(report: Report) -> list[Row]:
     words = [[part(f"  {word}", *parts), *finer.get(word, [])] for word, parts in SHARES.items() if has.get(word, True)]
     levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp), ("cp", "CP ranks", cp))
     return [
-        ("", *(TITLES[name] for name in names)),
+        ("", *TITLES.values()),
         row(SPEEDUP, lambda n: f"{n['speedup']:.3f}"),
         row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
         row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}"),
@@ -80,13 +74,12 @@ def idle(numbers: dict[str, Any]) -> float:
 
 def percent(numbers: dict[str, Any], *parts: str) -> float:
     """Return the percentage that parts of a `Breakdown` take, to one digit."""
-    typical = numbers["typical_step_ms"]
-    share: float = round(100 * sum(typical[part] for part in parts) / typical["step"], 1)
+    share: float = round(100 * sum(numbers["parts_ms"][part] for part in parts) / numbers["step_ms"], 1)
     return share
 
 
 def gain(report: Report) -> float:
-    """Return --wlb's gain as a share of the speed; 0 if not certain."""
+    """Return --wlb's gain over Megatron, documents apart, as a share of the speed; 0 if not certain."""
     ours = report.entries["schemes"]["ours"]
     brings: float = ours["speedup"] - 1
     return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
@@ -94,37 +87,33 @@ def gain(report: Report) -> float:
 
 def verdict(report: Report) -> tuple[str, str]:
     """Return what to do, in words, and "gain", "close" or "loss"."""
-    entries, gained = report.entries, gain(report)
-    ours, reference = entries["schemes"]["ours"], entries["reference"]
-    least, most = _least_and_most(entries["readings"], reference, ours["speedup"])
-    slower = any(
-        each["us_per_token"] * (1 + CLOSE) < ours["us_per_token"] for each in map(entries["schemes"].get, OVER)
-    )
-    if gained > CLOSE and least > 1 and not slower:
+    gained = gain(report)
+    least, most = _least_and_most(report, "thd")
+    if gained > CLOSE and least > 1:
         return "Use it", "gain"
     return ("Do not use it", "loss") if gained < -CLOSE and most < 1 else ("Close", "close")
 
 
 def headline(report: Report) -> tuple[str, str]:
-    """Return the sentences to read first, and the rest in a few sentences."""
-    entries, schemes = report.entries, report.entries["schemes"]
-    left_out = ", ".join(entries["left_out"])
+    left_out = ", ".join(report.entries["left_out"])
     predicted = f"An estimate without {left_out}" if left_out else "Predicted"
-    ours, reference = schemes["ours"], entries["reference"]
+    schemes = report.entries["schemes"]
+    ours, apart, across = (schemes[name]["us_per_token"] for name in TITLES)
 
     def times(scheme: str) -> str:
-        over = schemes[scheme]["us_per_token"] / ours["us_per_token"]
-        least, most = _least_and_most(entries["readings"], scheme, over)
-        return f"{over:.2f} times" + (f" ({least:.2f} to {most:.2f})" if most - least > WIDE * over else "")
+        least, most = _least_and_most(report, scheme)
+        wide = f" ({least:.2f} to {most:.2f})" if most - least > WIDE * least else ""
+        return f"{schemes[scheme]['us_per_token'] / ours:.2f} times{wide}"
 
-    first = f"{verdict(report)[0]}. {predicted}: {times(reference)} as many tokens a second as {OVER[reference]}."
-    rest = f"{_tokens(report)} GPUs idle {idle(ours):.0f} % of a step instead of {idle(schemes[reference]):.0f} %. "
-    if lost := " ".join(f"{flag} out: {-100 * share:+.0f} %." for flag, share in entries["lost"].items()):
-        rest += f"What --wlb refuses counts in that: {lost} "
-    other = next(name for name in OVER if name != reference)
-    rest += f"Over {OVER[other]}: {times(other)}."
-    if schemes[other]["us_per_token"] * (1 + CLOSE) < ours["us_per_token"]:
-        rest += " A run that can train so is better off without --wlb."
+    first = f"{verdict(report)[0]}. {predicted}: {times('thd')} as many tokens a second as {TITLES['thd']}."
+    waits, instead = (idle(schemes[name]) for name in ("ours", "thd"))
+    rest = f"{_tokens(report)} GPUs idle {waits:.0f} % of a step instead of {instead:.0f} %."
+    if report.entries["scheme_of_run"] == "plain":
+        run = "without --wlb" if report.setup.run.launched.stated.get("wlb") else "as it is"
+        over = f"Over the run {run}, whose attention crosses documents: {times('plain')}"
+        rest = f"{over}; masking documents alone, which Megatron can do, too, brings {across / apart:.2f}. {rest}"
+    if across * (1 + CLOSE) < ours:
+        rest += " A run that can train across documents is better off without --wlb."
     return first, rest
 
 
@@ -136,14 +125,20 @@ def _tokens(report: Report) -> str:
     return "Steps train whole documents." if job.whole_documents else "Both train the same tokens every step."
 
 
-def _least_and_most(readings: list[dict[str, Any]], scheme: str, speedup: float) -> tuple[float, float]:
-    """Return the range of a speed-up under all assumptions."""
-    found = [speedup, *(reading[scheme] for reading in readings)]
+def _least_and_most(report: Report, scheme: str) -> tuple[float, float]:
+    """Return the range of --wlb's speed-up over a scheme under all assumptions."""
+    over, ours = (report.entries["schemes"][name]["us_per_token"] for name in (scheme, "ours"))
+    found = [over / ours, *(reading[scheme] for reading in report.entries["readings"])]
     return min(found), max(found)
 
 
 def _to_paste(report: Report) -> list[tuple[str, str]]:
-    pairs = [("Add to the command", report.entries["flags"]), ("Take out", " ".join(report.entries["refused"]))]
+    entries = report.entries
+    pairs = [
+        ("Add to the command", entries["flags"]),
+        ("To pin what auto chose", entries["pins"]),
+        ("Take out", " ".join(entries["refused"])),
+    ]
     return [(title, flags) for title, flags in pairs if flags and gain(report) > 0]
 
 
@@ -158,11 +153,10 @@ def facts(report: Report) -> list[str]:
         delays=job.packing.delays,
         whole=job.whole_documents,
         crossover=job.crossover_tokens,
-        ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in (entries["reference"], "ours")],
+        ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in ("thd", "ours")],
         device_gib=H100_BYTES >> 30,
         over_device=any(numbers["activation_gib"] > H100_BYTES / 2**30 for numbers in schemes.values()),
         negative=any(percent(numbers, *SHARES["waiting"]) < 0 for numbers in schemes.values()),
-        nothing_to_add=gain(report) <= 0,
     )
     return [line for line in text.splitlines() if line]
 
@@ -182,20 +176,18 @@ PARTS = {
     "attention": ("attention",),
     "linear layers": ("linear", "vocabulary"),
     "tensor parallelism": ("tensor",),
-    "exchange of K and V": ("exchange", "cp_wait"),
-    "waiting in the pipeline": ("bubble", "imbalance"),
-    "waiting for other ranks": ("dp_wait", "ep_wait"),
     "gradients and optimizer": ("gradients", "optimizer", "parameters"),
+    "exchange of K and V": SHARES["exchange"],
+    "waiting": (*SHARES["bubble"], *SHARES["waiting"]),
 }
 """Short names for where the time goes, and the fields of `Breakdown` that each sums."""
 
 
 def parts(report: Report, scheme: str) -> dict[str, float]:
-    """Return seconds per million tokens by `PARTS`, as in a typical step."""
+    """Return seconds per million tokens by `PARTS`."""
     numbers = report.entries["schemes"][scheme]
-    typical = numbers["typical_step_ms"]
-    shares = {title: max(0.0, sum(typical[name] for name in names)) for title, names in PARTS.items()}
-    return {title: numbers["us_per_token"] * share / sum(shares.values()) for title, share in shares.items()}
+    each = numbers["us_per_token"] / numbers["step_ms"]
+    return {title: each * sum(numbers["parts_ms"][name] for name in names) for title, names in PARTS.items()}
 
 
 class InWords(NamedTuple):
@@ -215,8 +207,8 @@ class InWords(NamedTuple):
 
     @property
     def short(self) -> list[Row]:
-        """The rows to read first, without the paper's scheme."""
-        return [row[:-1] for row in self.rows if row[0] in ("", *SHORT)]
+        """The rows to read first."""
+        return [row for row in self.rows if row[0] in ("", *SHORT)]
 
 
 def in_words(report: Report) -> InWords:
@@ -246,12 +238,14 @@ def _job(report: Report) -> str:
     )
 
 
-def show(report: Report, console: Any) -> None:
-    """Print the report."""
+def show(report: Report, console: Any, *, verdict_only: bool) -> None:
+    """Print the report, or its first sentence."""
     from rich.text import Text
 
     words, say = in_words(report), partial(console.print, soft_wrap=True)
-    say(Text(f"{words.first} {words.rest}", style="bold"))
+    say(Text(words.first if verdict_only else f"{words.first} {words.rest}", style="bold"))
+    if verdict_only:
+        return
     for warning in words.warnings:
         say(Text(f"! {warning}"))
     say(Text(words.job))
