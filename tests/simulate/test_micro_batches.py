@@ -53,7 +53,7 @@ def test_a_delay_pays_where_a_stage_has_few_windows():
         sizes = {"context_length": WINDOW, "global_batch_size": count, "num_micro_batches": count}
         return delay_gain(job(**sizes, **{"packing": AdaptivePacking()} | changes), data, 0)
 
-    assert gain(8, pp=4, dp=2) > 1.05 > gain(32, pp=4, dp=2) > 0.95
+    assert gain(8, pp=4, dp=2) > 1.05 and 0.95 < gain(32, pp=4, dp=2) < 1.1
     assert gain(8, packing=DELAY) == gain(8, packing=WlbPacking()) == gain(8, whole_documents=True) == 1
     assert gain(8, samples(LENGTHS[:200], context_length=WINDOW)) == 1  # too few steps
 
