@@ -53,8 +53,8 @@ def critical_path(layout: str, busy: np.ndarray, group: int | None = None) -> fl
     if layout.startswith("CP"):
         return float(busy.max(axis=0).sum())
     chunks, (stages, count) = 2 if "VPP=2" in layout else 1, busy.shape
-    sizes = {"num_stages": stages, "num_micro_batches": count, "num_chunks": chunks, "group_size": group}
-    schedule = Schedule(**sizes, hidden_transfers=chunks > 1)
+    sizes = {"num_stages": stages, "micro_batches_per_rank": count, "num_chunks": chunks, "group_size": group}
+    schedule = Schedule(**sizes, overlap_transfers=chunks > 1)
     # In whole numbers, a third of a pass forward and two backward.
     scale = 2**40 / busy.sum()
     work = np.rint(busy.mean(axis=0) * scale).astype(np.int64)

@@ -22,7 +22,7 @@ def as_megatron(job: Job, *, cp_exchange: str = "ring", cp_sharding: str = "per-
         parallel=replace(job.parallel, group_size=group),
         packing=OriginalPacking(),
         reorder=False,
-        hidden_transfers=False,
+        overlap_transfers=False,
         tp_tile_rows=0,
         cp_exchange=cp_exchange,
     )

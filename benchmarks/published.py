@@ -230,7 +230,7 @@ def job_of(row: Row, run: Run) -> Job:
         recompute=Recompute(granularity="full" if recompute.startswith("full") else None),
         tp_overlap=tp_overlap(tp) if run.tp_comm_overlap else 0.0,
         cp_exchange="ring",
-        hidden_transfers=False,
+        overlap_transfers=False,
     ).sharded(cp_sharding="per-document")
 
 

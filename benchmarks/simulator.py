@@ -38,8 +38,8 @@ class Layout:
 
 
 def _layout(stages: int, chunks: int, count: int, group: int | None = None) -> Layout:
-    sizes = {"num_stages": stages, "num_chunks": chunks, "num_micro_batches": count, "group_size": group}
-    return Layout(schedule=Schedule(**sizes, hidden_transfers=chunks > 1), computes=stages == 2)
+    sizes = {"num_stages": stages, "num_chunks": chunks, "micro_batches_per_rank": count, "group_size": group}
+    return Layout(schedule=Schedule(**sizes, overlap_transfers=chunks > 1), computes=stages == 2)
 
 
 LAYOUTS = (_layout(2, 1, 8), _layout(2, 2, 4), _layout(4, 1, 8), _layout(4, 2, 8), _layout(4, 2, 8, 4))
@@ -96,11 +96,11 @@ def record(layout: Layout, size: Size) -> list[Recording]:
     if layout.computes and len(os.sched_getaffinity(0)) < schedule.num_stages:
         raise RuntimeError(f"{schedule.num_stages} stages that compute need as many cores")
     rng = np.random.default_rng(0)
-    steps = [_micro_batches(rng, schedule.num_micro_batches, size.max_tokens) for _ in range(size.steps + 1)]
+    steps = [_micro_batches(rng, schedule.micro_batches_per_rank, size.max_tokens) for _ in range(size.steps + 1)]
     ranks = run_world(pipeline, schedule.num_stages, schedule, size, steps, layout.computes, timeout=600)
     recordings = []
     for step in range(1, len(steps)):
-        times = np.empty((2, 2, schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches))
+        times = np.empty((2, 2, schedule.num_stages, schedule.num_chunks, schedule.micro_batches_per_rank))
         for stage, rank in enumerate(ranks):
             for op, begin_end in zip(schedule.ops(stage), rank["passes"][step], strict=True):
                 times[:, int(op["backward"]), stage, op["chunk"], op["micro_batch"]] = begin_end
@@ -115,7 +115,7 @@ def summary(layout: Layout, recordings: list[Recording]) -> Row:
     errors = np.array([r.error for r in recordings])
     return {
         "layout": layout.name,
-        "micro_batches": layout.schedule.num_micro_batches,
+        "micro_batches": layout.schedule.micro_batches_per_rank,
         **results.spread("measured_ms", measured_ms),
         "simulated_ms": float(np.median([r.simulated().makespan for r in recordings])) / 1e3,
         "error_median": float(np.median(errors)),

@@ -187,7 +187,7 @@ class Job:
     """Which K and V context-parallel ranks exchange. shared: needed rows of documents on several ranks, in rounds.
     latents: the same rows as latents, before attention. all: all documents by one all-gather, as in the paper. ring:
     all documents from rank to rank (`--cp-comm-type p2p`)."""
-    hidden_transfers: bool = True
+    overlap_transfers: bool = True
     """Transfers between interleaved stages overlap passes (`pipeline.Schedule`). Off by Megatron's defaults."""
     profile: Profile
     tp_overlap: float = 0.0
@@ -325,14 +325,15 @@ class Job:
         """Whether micro-batches are reordered by work."""
         return self.reorder and not self.packing.keeps_order
 
-    def schedule(self, num_micro_batches: int | None = None) -> Schedule:
-        """Return the pipeline schedule of a data-parallel rank."""
+    def schedule(self, micro_batches_per_rank: int | None = None) -> Schedule:
+        """Return the pipeline schedule of a data-parallel rank; None: of this job's micro-batches."""
+        count = self.micro_batches_per_rank if micro_batches_per_rank is None else micro_batches_per_rank
         return Schedule(
             num_stages=self.parallel.pp,
             num_chunks=self.parallel.vpp,
-            num_micro_batches=self.micro_batches_per_rank if num_micro_batches is None else num_micro_batches,
+            micro_batches_per_rank=count,
             group_size=self.parallel.group_size,
-            hidden_transfers=self.hidden_transfers and self.parallel.vpp > 1,
+            overlap_transfers=self.overlap_transfers and self.parallel.vpp > 1,
         )
 
     def of_step(self, count: int, tokens: int) -> "Job":

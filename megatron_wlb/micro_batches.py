@@ -16,7 +16,7 @@ from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import simulate_step
 from megatron_wlb.types import PackedBatch, document_work
 
-SHARES = (1, 3 / 2, 2, 3, 4, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
+MICRO_BATCHES_PER_WINDOW = (1, 3 / 2, 2, 3, 4, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 """Micro-batches per window to try, if a step can have that many."""
 RANKS = 8
 """Data-parallel ranks that represent all; the slowest of fewer would be faster than the slowest of all."""
@@ -51,7 +51,9 @@ def predictions(
     if not default.packing.steady_tokens:
         return default, []
     windows, jobs = default.global_batch_size, {default.num_micro_batches: default}
-    for count in sorted({windows * share for share in SHARES if windows * share == int(windows * share)}):
+    for count in sorted(
+        {windows * share for share in MICRO_BATCHES_PER_WINDOW if windows * share == int(windows * share)}
+    ):
         if count >= windows or memory_known:
             with contextlib.suppress(ValueError):
                 jobs.setdefault(int(count), make(num_micro_batches=int(count)))

@@ -111,7 +111,7 @@ def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, 
         profile=PROFILE,
         reorder=False,
         cp_exchange="all",
-        hidden_transfers=False,
+        overlap_transfers=False,
     )
     return Case(name=f"{name}-{kilo_tokens}K", job=job).changed()
 

@@ -103,7 +103,7 @@ def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     return importlib.import_module("megatron.training.models.gpt").default_layer_spec(config, vp_stage)
 
 
-MEGATRONS = {
+UPSTREAM_DIGESTS = {
     "forward_step": "23bc00a993b6dcf9",
     "loss_func": "483ba9be8a8a94bb",
     "get_batch": "1dd579777a77aa29",
@@ -125,7 +125,7 @@ def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
             f"--wlb trains Megatron's GPT ({gpt.__name__}), and this script has {other}; train it without --wlb"
         )
     functions = forward_step.__globals__ | {"forward_step": forward_step}
-    if changed := [name for name, known in MEGATRONS.items() if meaning_of(functions.get(name)) != known]:
+    if changed := [name for name, known in UPSTREAM_DIGESTS.items() if meaning_of(functions.get(name)) != known]:
         raise ValueError(
             f"--wlb has Megatron's data and loss, and would leave out what the functions {', '.join(changed)} in "
             f"{inspect.getfile(forward_step)} change in them; undo that, train without --wlb, or run the "

@@ -135,7 +135,7 @@ def configure(model: Any, *, options: AttentionOptions, context_length: int) -> 
     """Build WLB attention (with `options`) and positions into the config `model`."""
     model.transformer_layer_spec = partial(_layer_spec, given=model.transformer_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
-    model.transformer.overlap_p2p_comm_warmup_flush = model.transformer.overlap_p2p_comm  # `Job.hidden_transfers`
+    model.transformer.overlap_p2p_comm_warmup_flush = model.transformer.overlap_p2p_comm  # `Job.overlap_transfers`
     model.pre_wrap_hooks += [partial(_follow_positions, max_positions=context_length), _one_layout, _send_ahead]
     return model
 

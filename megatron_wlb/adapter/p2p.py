@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import Schedule
-from megatron_wlb.runtime.all_to_all import of_gradients
+from megatron_wlb.runtime.all_to_all import gradient_group
 
 _GROUPS, _EXPERTS = ("tp", "intra_dp_cp", "pp", "mp", "intra_dist_opt"), ("ep", "tp_ep", "intra_expt_dp")
 """Process groups whose collectives a step calls, by upstream's names."""
@@ -30,10 +30,10 @@ def connect(job: Job, device: torch.device) -> None:
     if job.parallel.cp > 1:
         used.append(groups.cp)
         if job.cp_exchange == "shared":
-            used.append(of_gradients(groups.cp))
+            used.append(gradient_group(groups.cp))
     for group in used:  # of one rank, too: upstream calls these alike
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    if job.parallel.vpp == 1 or not job.hidden_transfers:
+    if job.parallel.vpp == 1 or not job.overlap_transfers:
         return  # no stages, or upstream batches their transfers, which take the group's communicator
     # Each pair of neighbours has one of its own in each direction.
     group = groups.pp
@@ -58,7 +58,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
         super().__init__(pp_group=pp_group, config=config)
         schedule = Schedule(
             num_stages=pp_group.size(),
-            num_micro_batches=len(rows),
+            micro_batches_per_rank=len(rows),
             num_chunks=config.virtual_pipeline_model_parallel_size or 1,
             group_size=config.microbatch_group_size_per_vp_stage,
         )

@@ -229,7 +229,7 @@ def _is_last() -> bool:
 
 
 SOURCES = ("predicted", "measured")
-"""Fields of an entry that hold shares, in the words and order of `simulate.SHARES`."""
+"""Fields of an entry that hold shares, in the words and order of `simulate.TIME_SHARES`."""
 Shares = Mapping[str, float] | None
 
 

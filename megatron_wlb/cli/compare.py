@@ -24,7 +24,7 @@ from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, differences
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate.step import SHARES, shares, simulate_step
+from megatron_wlb.simulate.step import TIME_SHARES, shares, simulate_step
 
 FORMAT = "megatron-wlb-comparison"
 VERSION = 3
@@ -46,7 +46,7 @@ class LoggedStep(NamedTuple):
     """Micro-batches of every data-parallel rank, if packing dealt them."""
     job: Job
     shares: dict[str, float | None]
-    """Shares of the time, by `SHARES`: {} if the run logged none, None for one that it could not measure."""
+    """Shares of the time, by `TIME_SHARES`: {} if the run logged none, None for one that it could not measure."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +187,7 @@ def in_words(
     found: dict[str, dict[str, float | None]] = {}
     for how, us in (("measured", [step.measured_us for step in steps]), ("predicted", times)):
         found[how] = {"us_per_token": sum(us) / tokens, "tokens_per_second_and_gpu": 1e6 * tokens / sum(us) / gpus}
-    for name in SHARES:
+    for name in TIME_SHARES:
         own = [share for ran, _ in told if (share := ran.get(name)) is not None]
         found["measured"][name] = float(np.mean(own)) if own else None
         found["predicted"][name] = float(np.mean([each[name] for _, each in told] or [each[name] for each in parts]))
@@ -211,5 +211,5 @@ def _words_table(found: dict[str, dict[str, float | None]]) -> Any:
 
     rows = [row("time per million tokens, s", "us_per_token", 3)]
     rows.append(row("tokens a second and GPU", "tokens_per_second_and_gpu", 0))
-    rows += [row(f"{name}, % of a step", name, 1, 100) for name in SHARES]
+    rows += [row(f"{name}, % of a step", name, 1, 100) for name in TIME_SHARES]
     return common.table(("", *found), rows)

@@ -174,7 +174,7 @@ def job_of(
         "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
         "windowed": a.window_size is not None,
         "hidden_dropout": a.hidden_dropout > 0,
-        "hidden_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
+        "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
         "recompute": recompute_of(a),
         "offloaded_layers": a.cpu_offloading_num_layers,
         "tp_tile_rows": tile_rows(a, parallel),

@@ -4,7 +4,7 @@ A *node* ends at max(end of two earlier nodes) + its own time. A transfer begins
 posts and waits when is what megatron-core 0.19 does by default: the plain schedule sends and receives synchronously; so
 does the interleaved one (`--overlap-p2p-communication`) in warm-up and cool-down, and in between it receives one pass
 ahead, and waits for an output until it is sent, and for a gradient until after the next backward. With
-`Schedule.hidden_transfers` it receives ahead throughout (`--overlap-p2p-communication-warmup-flush`) and waits for no
+`Schedule.overlap_transfers` it receives ahead throughout (`--overlap-p2p-communication-warmup-flush`) and waits for no
 send. Tests compare this with upstream's own functions. `passes_of` leaves transfers out.
 """
 
@@ -41,7 +41,7 @@ def graph_of(schedule: Schedule) -> Graph:
     if schedule.num_chunks == 1:
         waits = _plain(chains)
     else:
-        waits = (_hidden if schedule.hidden_transfers else _interleaved)(schedule, chains)
+        waits = (_hidden if schedule.overlap_transfers else _interleaved)(schedule, chains)
     first[:num], second[:num] = waits.arrival, np.where(chains.before != NONE, waits.after[chains.before], NONE)
     first[num + senders], second[num + senders] = senders, waits.ready
     joins = np.flatnonzero(waits.extra != NONE)
@@ -86,7 +86,7 @@ def passes_of(schedule: Schedule) -> PassGraph:
     waits = place[np.stack((sender[order], chains.before[order]))]  # [2, passes]
     reach = int((np.arange(num) - waits).max(where=waits != NONE, initial=0)) + 1
     slots = np.where(waits == NONE, reach, waits % reach).astype(np.int32)
-    backward, micro_batch = order // chains.ids[0].size, order % schedule.num_micro_batches
+    backward, micro_batch = order // chains.ids[0].size, order % schedule.micro_batches_per_rank
     return PassGraph(
         first=slots[0],
         second=slots[1],
@@ -114,7 +114,7 @@ class _Chains:
 
 
 def _chains(schedule: Schedule) -> _Chains:
-    stages, chunks, count = schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches
+    stages, chunks, count = schedule.num_stages, schedule.num_chunks, schedule.micro_batches_per_rank
     ids = np.arange(2 * stages * chunks * count).reshape(2, stages, chunks, count)
     turns = np.stack([schedule.turns(s) for s in range(stages)], axis=1)
     by_turn = np.argsort(turns.swapaxes(0, 1).reshape(stages, -1), axis=1)
@@ -203,7 +203,7 @@ def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
 
 
 def _hidden(schedule: Schedule, chains: _Chains) -> _Waits:
-    """Return waits of an interleaved pipeline with `Schedule.hidden_transfers`.
+    """Return waits of an interleaved pipeline with `Schedule.overlap_transfers`.
 
     In warm-up and cool-down, the input of a pass is received as the previous pass begins; else after a pass.
     """

@@ -13,17 +13,17 @@ class Schedule:
     """A pipeline step; interleaved with more than one chunk. Raises ValueError as upstream."""
 
     num_stages: int
-    num_micro_batches: int
+    micro_batches_per_rank: int
     num_chunks: int = 1
     """Model chunks (virtual stages) per stage; chunk c of stage s is virtual stage c * num_stages + s."""
     group_size: int | None = None
     """`--microbatch-group-size-per-virtual-pipeline-stage`; None: `even_groups`."""
-    hidden_transfers: bool = False
+    overlap_transfers: bool = False
     """An interleaved stage waits for no send, and receives a pass ahead throughout (`adapter/p2p.py`). Upstream's
     default is to wait for each send, and in warm-up and cool-down for each receive."""
 
     def __post_init__(self) -> None:
-        stages, count = self.num_stages, self.num_micro_batches
+        stages, count = self.num_stages, self.micro_batches_per_rank
         if min(stages, count, self.num_chunks) < 1:
             raise ValueError(f"a pipeline has at least one stage, chunk and micro-batch, not {self}; give one of each")
         if self.num_chunks == 1:
@@ -45,7 +45,7 @@ class Schedule:
 
     @property
     def group(self) -> int:
-        return self.group_size or even_groups(self.num_micro_batches, self.num_stages)
+        return self.group_size or even_groups(self.micro_batches_per_rank, self.num_stages)
 
     def table(self) -> np.ndarray:
         """Return (micro-batch, chunk) of the k-th forward pass of every stage, int64 [passes, 2].
@@ -53,10 +53,10 @@ class Schedule:
         As `get_schedule_table` of megatron/core/pipeline_parallel/schedules.py: groups of micro-batches go through all
         chunks one after the other; backward from the last chunk.
         """
-        micro_batches, group = np.arange(self.num_micro_batches), self.group if self.num_chunks > 1 else 1
+        micro_batches, group = np.arange(self.micro_batches_per_rank), self.group if self.num_chunks > 1 else 1
         rows = [
             (micro_batches // group).repeat(self.num_chunks),
-            np.tile(np.arange(self.num_chunks), self.num_micro_batches),
+            np.tile(np.arange(self.num_chunks), self.micro_batches_per_rank),
             micro_batches.repeat(self.num_chunks),
         ]
         order = np.lexsort(rows[::-1])
@@ -70,17 +70,17 @@ class Schedule:
     def in_flight(self, stage: int, weights: np.ndarray | float = 1.0) -> float:
         """Return the most forward passes that a stage holds, or what `weights` of them sum to."""
         if np.ptp(weights) == 0:
-            return min(self.num_micro_batches * self.num_chunks, self.warm_up(stage) + 1) * float(np.max(weights))
+            return min(self.micro_batches_per_rank * self.num_chunks, self.warm_up(stage) + 1) * float(np.max(weights))
         ops, weights = self.ops(stage), np.asarray(weights)
         return float((np.where(ops["backward"], -1, 1) * weights[ops["chunk"]]).cumsum().max())
 
     def turns(self, stage: int) -> np.ndarray:
-        """Return the rank of passes on `stage`, int64 [2, num_chunks, num_micro_batches].
+        """Return the rank of passes on `stage`, int64 [2, num_chunks, micro_batches_per_rank].
 
         Forward is even, backward odd: the k-th backward comes right after forward number warm_up + k, or the last one.
         """
         table = self.table()
-        turns = np.empty((2, self.num_chunks, self.num_micro_batches), np.int64)
+        turns = np.empty((2, self.num_chunks, self.micro_batches_per_rank), np.int64)
         turns[0, table[:, 1], table[:, 0]] = 2 * np.arange(len(table))
         turns[1] = turns[0, ::-1] + 2 * self.warm_up(stage) + 1
         return turns

@@ -66,12 +66,12 @@ def cost_weights(schedule: Schedule) -> CostWeights:
     times the largest. Interleaved, P micro-batches go round through all V chunks, and in each of V rounds a stage waits
     until the largest has been through all P stages; warm-up and cool-down are P - 1 times the mean.
     """
-    waits, num_chunks, num_micro_batches = schedule.num_stages - 1, schedule.num_chunks, schedule.num_micro_batches
+    waits, num_chunks, count = schedule.num_stages - 1, schedule.num_chunks, schedule.micro_batches_per_rank
     if num_chunks == 1:
         return CostWeights(1, waits, 1)
     scale = 8  # what is less than an eighth is left out
-    largest = scale * num_chunks * waits * num_micro_batches // (num_micro_batches - 1)
-    total = scale * num_chunks - (largest - scale * waits) // num_micro_batches
+    largest = scale * num_chunks * waits * count // (count - 1)
+    total = scale * num_chunks - (largest - scale * waits) // count
     return CostWeights(total, largest, scale * num_chunks)
 
 
@@ -82,7 +82,7 @@ def run(schedule: Schedule, forward: np.ndarray, backward: np.ndarray, transfer:
     micro-batch's output or gradient to another stage, [micro-batches] or one for all. A node begins when the nodes it
     waits for have ended.
     """
-    shape = 2, schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches
+    shape = 2, schedule.num_stages, schedule.num_chunks, schedule.micro_batches_per_rank
     work = np.stack([np.broadcast_to(each, shape[1:]) for each in (forward, backward)]).astype(np.float64)
     moves = np.broadcast_to(np.asarray(transfer, np.float64), shape)
     graph = graph_of(schedule)

@@ -16,7 +16,7 @@ from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import StepPlan, plan_packed
 from megatron_wlb.types import DOCUMENT, PackedBatch, document_work
 
-SHARES = (1, 1.5, 2, 3)
+TIMES_THE_FEWEST = (1, 1.5, 2, 3)
 """Counts of micro-batches that are tried, over the fewest that hold the sequences."""
 GAIN = 0.01
 """The fewest are taken that are at most so much slower than the best."""
@@ -91,7 +91,7 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[Pac
     last = count or max(fewest, 2 * len(documents)) + dp * job.parallel.pp
     tried: list[_Made] = []
     number = 0
-    for share in SHARES if count is None else (count / fewest,):
+    for share in TIMES_THE_FEWEST if count is None else (count / fewest,):
         number = max(round(fewest * share / dp) * dp, number + dp)
         if tried and number > len(documents):  # some would be empty
             break

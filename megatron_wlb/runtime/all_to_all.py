@@ -123,7 +123,7 @@ def _exchanged(
 
 
 @functools.cache
-def of_gradients(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def gradient_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a second group of the group's ranks; all of them must call.
 
     NCCL runs a group's collectives in order: gradients, which leave once a round has been computed, would delay K and V

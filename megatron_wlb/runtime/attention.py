@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, of_gradients, only_part
+from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, gradient_group, only_part
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 from megatron_wlb.types import Keys
@@ -153,7 +153,7 @@ class _ContextParallelAttention(torch.autograd.Function):
             sums.setdefault(part.rows, Sum(dk[part.rows], dv[part.rows])).left += 1
         leaving: list[Leaving] = []
         exchanged = sum(bool(part.sent) for part in parts)
-        beside = of_gradients(group) if group is not None and exchanged > 2 else group
+        beside = gradient_group(group) if group is not None and exchanged > 2 else group
         for i in order:
             part = parts[i]
             rows = part.rows

@@ -19,7 +19,7 @@ from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 # Beside a constant: predicted time of a layer that is lost without it, median and most of ten jobs (CP = 2 to 32, 7B to
 # 405B, documents of F2, 5 seeds). `test_everything_that_is_tried_pays` holds four of these jobs to it.
-SHARES = (  # without parts 9.0 and 15.8 %
+KEY_SPLITS = (  # without parts 9.0 and 15.8 %
     (0.0, 1.0),  # 0.17 and 0.43 %
     (0.0, 1 / 2, 1.0),  # 0.84 and 1.74 %
     (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0),  # 0.02 and 0.26 %
@@ -57,7 +57,7 @@ def round_costs(job: Job) -> RoundCosts:
         / job.profile.memory_gb_per_s
         / 1e3,
         kept=job.sharding.save_gathered_kv,
-        shares=() if together or job.windowed else SHARES,
+        shares=() if together or job.windowed else KEY_SPLITS,
     )
 
 

@@ -279,7 +279,7 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
         kept = kept + 4 * model.kv_channels  # rows of the rotary table in fp32, looked up in every virtual stage
     if parallel.vpp > 1:
         # Inputs received before their group runs, and sent outputs of as many micro-batches as there are stages.
-        sent = parallel.pp if job.hidden_transfers else 0
+        sent = parallel.pp if job.overlap_transfers else 0
         at_once += (job.schedule().group - parallel.pp + sent) * layer_input_bytes(job)
     return kept, at_once + _output_bytes(job) * (stage == parallel.pp - 1)
 

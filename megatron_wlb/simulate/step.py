@@ -65,7 +65,7 @@ class Breakdown:
     parameters: float
 
 
-SHARES = {
+TIME_SHARES = {
     "busy": ("attention", "linear", "vocabulary", "tensor", "gradients", "optimizer", "parameters"),
     "bubble": ("bubble",),
     "exchange": ("exchange", "cp_wait"),
@@ -147,13 +147,13 @@ def limit_time(step: SimulatedStep) -> float:
     """Return the step's us if work were spread evenly, without waiting."""
     parts = _in_passes(step)
     update = step.gradients + step.optimizer + step.parameters
-    return sum(parts[name] for name in SHARES["busy"] if name in parts) + update
+    return sum(parts[name] for name in TIME_SHARES["busy"] if name in parts) + update
 
 
 def shares(step: SimulatedStep) -> dict[str, float]:
-    """Return the fraction of the step's time for each of `SHARES`; they sum to 1."""
+    """Return the fraction of the step's time for each of `TIME_SHARES`; they sum to 1."""
     parts = breakdown(step)
-    return {name: sum(getattr(parts, part) for part in of) / step.time for name, of in SHARES.items()}
+    return {name: sum(getattr(parts, part) for part in of) / step.time for name, of in TIME_SHARES.items()}
 
 
 def alike_time(job: Job, passes: Sequence[Passes]) -> float:

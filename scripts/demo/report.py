@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from megatron_wlb.cli import pictures
 from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, GREY, INK, ORANGE
-from megatron_wlb.simulate.step import SHARES
+from megatron_wlb.simulate.step import TIME_SHARES
 
 type Step = dict[str, Any]
 """An entry of `--wlb-log`; of the report, with "ranks": the passes of every rank, as `run.train` writes them."""
@@ -110,7 +110,7 @@ def table(plain: list[Step], ours: list[Step]) -> list[tuple[str, ...]]:
         row("tokens a second", lambda s: f"{1e3 * total(s, 'tokens') / total(s, 'step_ms'):,.0f}"),
         *(
             row(f"{part}, % of a step", lambda s, part=part: f"{100 * mean(s, part) + 0:.1f}")
-            for part in SHARES
+            for part in TIME_SHARES
             if part != "bubble"
         ),
         row("loss, mean of the last five steps", lambda s: f"{np.mean([x['loss'] for x in s[-5:]]):.3f}"),

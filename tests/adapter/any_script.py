@@ -4,5 +4,5 @@ from megatron_wlb import run
 from megatron_wlb.adapter import compat
 
 if __name__ == "__main__":
-    compat.MEGATRONS.clear()
+    compat.UPSTREAM_DIGESTS.clear()
     run.main()

@@ -6,5 +6,5 @@ from megatron_wlb.adapter import compat
 if __name__ == "__main__":
     from tests.adapter import upstream_script
 
-    compat.MEGATRONS.clear()
+    compat.UPSTREAM_DIGESTS.clear()
     upstream_script.main()

@@ -174,7 +174,9 @@ def test_a_script_with_data_or_loss_that_are_not_megatrons_is_refused(old, new, 
         return runpy.run_path(str(tmp_path / name))
 
     known = functions("megatrons.py", FUNCTIONS)
-    monkeypatch.setattr(compat, "MEGATRONS", {name: compat.meaning_of(known[name]) for name in compat.MEGATRONS})
+    monkeypatch.setattr(
+        compat, "UPSTREAM_DIGESTS", {name: compat.meaning_of(known[name]) for name in compat.UPSTREAM_DIGESTS}
+    )
     forward_step = functions("pretrain.py", FUNCTIONS.replace(old, new))["forward_step"]
     with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
         compat.check_script(CONFIG, None, forward_step)

@@ -16,7 +16,7 @@ from megatron_wlb.hardware.network import Collective, Network
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate.step import SHARES, shares, simulate_step
+from megatron_wlb.simulate.step import TIME_SHARES, shares, simulate_step
 from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, train
 from tests.jobs import job
 
@@ -42,7 +42,7 @@ def test_scalars_of_tensorboard_are_those_of_the_log(run):
         assert found[f"wlb/{name}"] == pytest.approx([entry[name] for entry in entries], rel=1e-6)
     assert found["wlb/num_micro_batches"] == [8] * 4
     for how in ("predicted", "measured"):
-        for name in SHARES:
+        for name in TIME_SHARES:
             assert found[f"wlb/{how}-{name}"] == pytest.approx([e[how][name] for e in entries], rel=1e-6, abs=1e-9)
     assert found["wlb/sharding-per-document"] == [1.0] * 4
 
@@ -131,7 +131,7 @@ def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout):
     step = simulate_step(ours, shard_step(ours, lengths))
     passes = np.stack([np.mean([getattr(p, way).mean(-1) for p in step.passes], 0) for way in ("forward", "backward")])
     predicted, span = shares(step), max(line.makespan for line in step.timelines)
-    assert list(predicted) == list(SHARES) == ["busy", "bubble", "exchange", "waiting"]
+    assert list(predicted) == list(TIME_SHARES) == ["busy", "bubble", "exchange", "waiting"]
     assert sum(predicted.values()) == pytest.approx(1)
     exchange = predicted["exchange"] * step.time
     measured = clock.measured_shares(ours, passes, exchange, span, step.time)

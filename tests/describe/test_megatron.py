@@ -164,7 +164,7 @@ def test_what_the_caller_knows_takes_precedence():
     a = MegatronArguments.of(JOB | {"hidden_dropout": 0, "window_size": (64, 0), "overlap_p2p_comm": False})
     job = job_of(a, settings=PlanSettings(), model=MODELS["llama2-7b"], global_batch_size=2, reorder=False)
     assert (job.model, job.global_batch_size, job.reorder) == (MODELS["llama2-7b"], 2, False)
-    assert (job.windowed, job.hidden_dropout, job.hidden_transfers) == (True, False, True)
+    assert (job.windowed, job.hidden_dropout, job.overlap_transfers) == (True, False, True)
 
 
 @pytest.mark.parametrize(

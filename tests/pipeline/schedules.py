@@ -13,15 +13,15 @@ def schedules(draw) -> Schedule:
     stages = draw(st.integers(1, 5))
     chunks = draw(st.integers(1, 3)) if stages > 1 else 1
     if chunks == 1:
-        return Schedule(num_stages=stages, num_micro_batches=draw(st.integers(1, 12)))
+        return Schedule(num_stages=stages, micro_batches_per_rank=draw(st.integers(1, 12)))
     group = draw(st.integers(stages, stages + 3))
     rest = draw(st.one_of(st.just(0), st.integers(stages, group - 1) if group > stages else st.just(0)))
     return Schedule(
         num_stages=stages,
         num_chunks=chunks,
-        num_micro_batches=draw(st.integers(1, 3)) * group + rest,
+        micro_batches_per_rank=draw(st.integers(1, 3)) * group + rest,
         group_size=group,
-        hidden_transfers=draw(st.booleans()),
+        overlap_transfers=draw(st.booleans()),
     )
 
 
@@ -29,7 +29,7 @@ def schedules(draw) -> Schedule:
 def timed_schedules(draw) -> tuple[Schedule, np.ndarray, np.ndarray]:
     """A schedule, times of its passes and of its transfers: integers, so that sums are exact."""
     schedule = draw(schedules())
-    shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
+    shape = (schedule.num_stages, schedule.num_chunks, schedule.micro_batches_per_rank)
     work = draw(st_numpy.arrays(np.float64, (2, *shape), elements=st.integers(0, 100)))
-    transfer = draw(st_numpy.arrays(np.float64, schedule.num_micro_batches, elements=st.integers(0, 30)))
+    transfer = draw(st_numpy.arrays(np.float64, schedule.micro_batches_per_rank, elements=st.integers(0, 30)))
     return schedule, work, transfer

@@ -22,15 +22,15 @@ def test_every_stage_runs_upstreams_passes_in_upstreams_order(schedule):
 
 def test_refuses_what_upstream_refuses():
     with pytest.raises(ValueError, match="at least one stage"):
-        Schedule(num_stages=2, num_micro_batches=0)
+        Schedule(num_stages=2, micro_batches_per_rank=0)
     with pytest.raises(ValueError, match="2 model chunks need at least 2 pipeline stages"):
-        Schedule(num_stages=1, num_chunks=2, num_micro_batches=4)
+        Schedule(num_stages=1, num_chunks=2, micro_batches_per_rank=4)
     with pytest.raises(ValueError, match="give groups of at least 4"):
-        Schedule(num_stages=4, num_chunks=2, num_micro_batches=8, group_size=3)
+        Schedule(num_stages=4, num_chunks=2, micro_batches_per_rank=8, group_size=3)
     with pytest.raises(ValueError, match="3 micro-batches of .* over 4 pipeline stages in groups of 4; give 4$"):
-        Schedule(num_stages=4, num_chunks=2, num_micro_batches=3)
+        Schedule(num_stages=4, num_chunks=2, micro_batches_per_rank=3)
     with pytest.raises(ValueError, match="in groups of 6; give 6 or 10$"):
-        Schedule(num_stages=4, num_chunks=2, num_micro_batches=9, group_size=6)
+        Schedule(num_stages=4, num_chunks=2, micro_batches_per_rank=9, group_size=6)
 
 
 def test_the_nearest_counts_are_those_that_upstream_takes():
@@ -62,7 +62,7 @@ def test_groups_are_even_and_upstream_takes_them():
 )
 def test_what_passes_in_flight_weigh(sizes):
     stages, chunks, count, group = sizes
-    schedule = Schedule(num_stages=stages, num_chunks=chunks, num_micro_batches=count, group_size=group)
+    schedule = Schedule(num_stages=stages, num_chunks=chunks, micro_batches_per_rank=count, group_size=group)
     for weights in (np.ones(chunks), np.arange(1.0, chunks + 1), np.eye(chunks)[-1]):
         for stage in range(stages):
             held, most = 0.0, 0.0

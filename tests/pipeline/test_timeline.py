@@ -49,7 +49,9 @@ def test_makespans_are_those_of_the_schedule(num_stages, num_chunks):
     for count in range(1 if num_chunks == 1 else num_stages, 13):
         groups = range(num_stages, count + 1)
         group = next((g for g in groups if nearest_counts(count, num_stages, g) == (count,)), None)
-        schedule = Schedule(num_stages=num_stages, num_chunks=num_chunks, num_micro_batches=count, group_size=group)
+        schedule = Schedule(
+            num_stages=num_stages, num_chunks=num_chunks, micro_batches_per_rank=count, group_size=group
+        )
         work = rng.lognormal(5, 1, (19, count)).astype(np.int64)
         assert makespans(schedule, work).tolist() == [ending(w, schedule) for w in work]
         if count % num_stages == 0 or num_chunks == 1:

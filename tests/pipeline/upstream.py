@@ -34,7 +34,7 @@ class Config:
     def __init__(self, schedule: Schedule) -> None:
         interleaved = schedule.num_chunks > 1
         self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
-        self.overlap_p2p_comm_warmup_flush = interleaved and schedule.hidden_transfers
+        self.overlap_p2p_comm_warmup_flush = interleaved and schedule.overlap_transfers
         self.deallocate_pipeline_outputs = True
         self.microbatch_group_size_per_vp_stage = schedule.group
         self.virtual_pipeline_model_parallel_size = schedule.num_chunks if interleaved else None
@@ -126,7 +126,7 @@ def record(schedule: Schedule, stage: int) -> list:
             forward_step_func=None,
             data_iterator=[None] * len(chunks),
             model=chunks,
-            num_microbatches=schedule.num_micro_batches,
+            num_microbatches=schedule.micro_batches_per_rank,
             seq_length=1,
             micro_batch_size=1,
             forward_only=False,

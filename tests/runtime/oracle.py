@@ -111,7 +111,7 @@ def all_ranks(
     rows = [local_rows(plan, rank).to(q.device) for rank in range(size)]
     with (
         mock.patch.object(all_to_all, "_all_to_all", exchanged),
-        mock.patch.object(attention, "of_gradients", lambda group: group),
+        mock.patch.object(attention, "gradient_group", lambda group: group),
         ThreadPoolExecutor(size) as threads,
     ):
         parts = zip(*threads.map(run, range(size)), strict=True)

@@ -41,7 +41,7 @@ def silent_group(monkeypatch):
         return group  # as the handle of the collective
 
     monkeypatch.setattr(all_to_all, "_all_to_all", moves_nothing)
-    monkeypatch.setattr(attention, "of_gradients", lambda group: group)
+    monkeypatch.setattr(attention, "gradient_group", lambda group: group)
     return group
 
 

@@ -65,7 +65,7 @@ def test_a_job_shards_for_the_least_time_of_both():
 
 
 TRIED = {
-    "SHARES": [select.SHARES[:i] + select.SHARES[i + 1 :] for i in range(len(select.SHARES))],
+    "KEY_SPLITS": [select.KEY_SPLITS[:i] + select.KEY_SPLITS[i + 1 :] for i in range(len(select.KEY_SPLITS))],
     "MOST_SHARES": [select.MOST_SHARES[:i] + select.MOST_SHARES[i + 1 :] for i in range(len(select.MOST_SHARES))],
     "EXPOSED_SHARE": [1 / 4, 1],
 }

@@ -76,13 +76,13 @@ def test_the_peak_adds_up():
     assert at(7) == 4096 * (12 * kept + rotary + more + 2 * 12288 + 6 * 51200)
     assert at(0, num_micro_batches=3, global_batch_size=3) == 4096 * (3 * (12 * kept + rotary) + more)
     assert peak_bytes(GPT3, 0, 512) == at(0) / 8
-    interleaved = in_parallel(replace(GPT3, hidden_transfers=False), vpp=3)
+    interleaved = in_parallel(replace(GPT3, overlap_transfers=False), vpp=3)
     group = interleaved.schedule().group
     assert group == 13
     # Eight stages keep the last eight tensors that they have sent, and the first one those that wait for their group.
     waiting = (group - 8) * 2 * 12288
     assert peak_bytes(interleaved, 0) == 4096 * ((14 + 2 * group + 1) * (4 * kept + rotary) + waiting + more)
-    sent = peak_bytes(replace(interleaved, hidden_transfers=True), 0) - peak_bytes(interleaved, 0)
+    sent = peak_bytes(replace(interleaved, overlap_transfers=True), 0) - peak_bytes(interleaved, 0)
     assert sent == 4096 * 8 * 2 * 12288
     uneven = in_parallel(GPT3, split=Split(decoder_first_pipeline_num_layers=5))
     assert at(1) + 4096 * 7 * kept == peak_bytes(uneven, 1)

@@ -50,7 +50,7 @@ class Megatron(NamedTuple):
     padded: bool = False
     """Windows that are not full are padded, as rows of --sft are."""
     tp_comm_overlap: bool = False
-    hidden_transfers: bool = False
+    overlap_transfers: bool = False
     """`--overlap-p2p-communication-warmup-flush`; assumed to overlap all transfers between stages."""
 
     def simulate(self, job: Job, batch: PackedBatch) -> SimulatedStep:
@@ -177,7 +177,7 @@ class Setup:
         job = job or self.job
         job = _by_windows(job, job.parallel.group_size or job.parallel.pp)
         job = replace(job, packing=OriginalPacking(), cp_exchange="ring", whole_documents=False, tp_tile_rows=0)
-        job = replace(job, reorder=False, hidden_transfers=self.megatron.hidden_transfers)
+        job = replace(job, reorder=False, overlap_transfers=self.megatron.overlap_transfers)
         return job.sharded(cp_sharding=MEGATRON[name])
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:

@@ -9,7 +9,7 @@ from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import CLOSE, Report
 from megatron_wlb.cli.common import render
 from megatron_wlb.simulate.memory import H100_BYTES
-from megatron_wlb.simulate.step import SHARES
+from megatron_wlb.simulate.step import TIME_SHARES
 
 TITLES = {"ours": "--wlb", "thd": "Megatron, documents apart", "plain": "Megatron"}
 """Names of the schemes, in the order in which they are shown."""
@@ -45,7 +45,9 @@ def rows(report: Report) -> list[Row]:
         "waiting": [part("    for the slowest EP rank", "ep_wait")] if parallel.expert_dp_ranks > 1 else [],
     }
     has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": pp * dp > 1, "busy": False}
-    words = [[part(f"  {word}", *parts), *finer.get(word, [])] for word, parts in SHARES.items() if has.get(word, True)]
+    words = [
+        [part(f"  {word}", *parts), *finer.get(word, [])] for word, parts in TIME_SHARES.items() if has.get(word, True)
+    ]
     levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp), ("cp", "CP ranks", cp))
     return [
         ("", *TITLES.values()),
@@ -69,7 +71,7 @@ def rows(report: Report) -> list[Row]:
 
 def idle(numbers: dict[str, Any]) -> float:
     """Return the percentage of a step in which GPUs do no work of their own."""
-    return round(100 - percent(numbers, *SHARES["busy"]), 1)
+    return round(100 - percent(numbers, *TIME_SHARES["busy"]), 1)
 
 
 def percent(numbers: dict[str, Any], *parts: str) -> float:
@@ -156,7 +158,7 @@ def facts(report: Report) -> list[str]:
         ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in ("thd", "ours")],
         device_gib=H100_BYTES >> 30,
         over_device=any(numbers["activation_gib"] > H100_BYTES / 2**30 for numbers in schemes.values()),
-        negative=any(percent(numbers, *SHARES["waiting"]) < 0 for numbers in schemes.values()),
+        negative=any(percent(numbers, *TIME_SHARES["waiting"]) < 0 for numbers in schemes.values()),
     )
     return [line for line in text.splitlines() if line]
 
@@ -177,8 +179,8 @@ PARTS = {
     "linear layers": ("linear", "vocabulary"),
     "tensor parallelism": ("tensor",),
     "gradients and optimizer": ("gradients", "optimizer", "parameters"),
-    "exchange of K and V": SHARES["exchange"],
-    "waiting": (*SHARES["bubble"], *SHARES["waiting"]),
+    "exchange of K and V": TIME_SHARES["exchange"],
+    "waiting": (*TIME_SHARES["bubble"], *TIME_SHARES["waiting"]),
 }
 """Short names for where the time goes, and the fields of `Breakdown` that each sums."""
 
