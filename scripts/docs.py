@@ -171,19 +171,13 @@ def convergence() -> str:
 
 
 def recipes() -> str:
-    """Public recipes by what `--wlb` does to them, what it changes how often, and why it refuses."""
+    """Public recipes by what `--wlb` does to them, and what it changes how often."""
     found = _result("recipes")
     verdicts = [name for name in found["rows"][0] if name != "source"]
     rows = [[_escaped(row["source"]), *(str(row[name]) for name in verdicts)] for row in found["rows"]]
     sums = [f"**{sum(row[name] for row in found['rows'])}**" for name in verdicts]
     changed = [[f"`{flag}`", str(n)] for flag, n in found["settings"]["changed"].items() if n > 1]
-    reasons = [[_escaped(reason.split(";")[0]), str(n)] for reason, n in found["settings"]["reasons"].items()]
-    tables = (
-        (["source", *verdicts], [*rows, ["all", *sums]]),
-        (["changed", "recipes"], changed),
-        (["refused", "recipes"], reasons),
-    )
-    return "".join(_table(*table) for table in tables)
+    return _table(["source", *verdicts], [*rows, ["all", *sums]]) + _table(["changed", "recipes"], changed)
 
 
 def paper() -> str:
