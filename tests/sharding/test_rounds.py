@@ -81,6 +81,8 @@ def test_everything_that_is_tried_pays(name, other, monkeypatch):
         ("llama2-7b", 8, 4, 1 << 17, 1),
         ("codellama-34b", 8, 32, 1 << 19, 1),
         ("llama3-8b", 8, 16, 1 << 17, 4),
+        ("llama3-8b", 8, 16, 1 << 17, 8),
+        ("llama3-8b", 8, 8, 1 << 19, 4),
     ):
         given_job = job_of(cp, tp=tp, model=MODELS[model], context_length=window, profile=load_profile("h100-cudnn"))
         ends = np.union1d(np.cumsum(f2(4000, 0, window)), np.arange(1, 33) * window)
