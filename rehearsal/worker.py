@@ -229,6 +229,8 @@ class Run:
         changes |= {"train_iters": self._task.steps, "lr_warmup_samples": 0, "lr_warmup_iters": 0, "eval_iters": 0}
         changes |= {"tokenizer_type": "NullTokenizer", "vocab_size": self._task.vocab_size, "rerun_mode": "disabled"}
         changes |= dict.fromkeys(("exit_signal_handler", "check_for_nan_in_loss_and_grad", "log_throughput"), False)
+        if self._task.wlb:
+            changes["wlb_log"] = None
         if self._task.mock_data:
             changes |= {"mock_data": True, "num_workers": 0} | dict.fromkeys(_DATA)
         return changes

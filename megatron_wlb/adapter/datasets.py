@@ -341,12 +341,6 @@ class _OfRows:
         self._found, self._context_length, self.size = found, context_length, found.size
         self._row = functools.lru_cache(maxsize=16)(found.row)  # pieces of a row are read one after the other
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._found, self._context_length
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
-
     def read(self, piece: np.void, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `Text`. A row's last token has no target, as upstream pads behind it."""
         number = int(piece["document"])

@@ -41,7 +41,9 @@ def rehearse(tmp_path, *words, job=JOB, status=0):
 def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
     programs = []
     monkeypatch.setattr(run, "match", lambda given, one_queue: programs.append(given) or match(given, one_queue))
-    found = rehearse(tmp_path, "--ranks", "all", "--steps", "4", "--html", str(tmp_path / "rehearsal.html"))
+    (log := tmp_path / "log").write_text("of the run\n")
+    words = ["--ranks", "all", "--steps", "4", "--html", str(tmp_path / "rehearsal.html")]
+    found = rehearse(tmp_path, *words, job=[*JOB, "--wlb-log", str(log)])
     assert found["verdict"] == "fits" and found["nccl"] == []
     first = found["ranks"][0]
     for rank in found["ranks"]:
@@ -55,7 +57,7 @@ def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
     # A layer and direction gathers over TP; stages exchange a tensor per micro-batch and direction.
     assert first["nccl"]["send of 2"]["calls"] == first["nccl"]["receive of 2"]["calls"] > 0
     assert first["nccl"]["all_gather of 2"]["calls"] > 4
-    assert not (tmp_path / "NOWHERE").exists()
+    assert not (tmp_path / "NOWHERE").exists() and log.read_text() == "of the run\n"
     assert "nothing was computed" in capsys.readouterr().err.lower()
     # Two neighbouring collectives of a group that one rank calls in the other order.
     swapped = {rank: [*program] for rank, program in programs[0].items()}
