@@ -20,10 +20,10 @@ from benchmarks.lengths import f2
 from benchmarks.peers import Ranks, nemo_rl, slime, verl
 from benchmarks.results import Row, at_least, at_most
 from megatron_wlb import MODELS, Job, Parallel, balance, make_job
+from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.sharding import select
 from megatron_wlb.simulate.step import simulate_step
-from megatron_wlb.types import document_work
 
 LONGEST = 32_768
 LAYOUTS = {"DP16": Parallel(dp=16), "DP8 PP2": Parallel(dp=8, pp=2), "DP4 PP4": Parallel(dp=4, pp=4)}

@@ -37,6 +37,7 @@ from benchmarks.corpus import load
 from benchmarks.fixed import FixedPacking
 from benchmarks.results import ROOT, Row
 from megatron_wlb.describe.make import make_job
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
@@ -46,7 +47,6 @@ from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples, Windows, windows
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
-from megatron_wlb.types import PackedBatch
 
 CPU = torch.device("cpu")
 VARIANTS = tuple(COLORS)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
 from megatron_wlb.plan.samples import Windows
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.sharding import select
-from megatron_wlb.types import PackedBatch
 
 ROTARY_BASE = 10_000.0
 LOSS_ROWS = 1024

@@ -30,6 +30,7 @@ from benchmarks.lengths import CROSSOVER, S_MAX, attention_job, distca, f2, pack
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.describe.make import make_job
+from megatron_wlb.documents import SEGMENT, ShardPlan
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import STRATEGIES, Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
@@ -37,7 +38,6 @@ from megatron_wlb.packing import POLICIES
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import divide, shard
 from megatron_wlb.simulate.passes import pass_times
-from megatron_wlb.types import SEGMENT, ShardPlan
 
 PROFILE = load_profile(DEFAULT_PROFILE)
 KERNEL, _ = PROFILE.kernels(heads=4)

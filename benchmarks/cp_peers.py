@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks.attention import fitted
 from megatron_wlb.cost.attention import attention_kernels, exchange_model, exposed_exchange
+from megatron_wlb.documents import SEGMENT, Shard, ShardPlan, document_work
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import Job
 from megatron_wlb.sharding.routing import document_begins, moved_rows
-from megatron_wlb.types import SEGMENT, Shard, ShardPlan, document_work
 from tests.reference.rounds import Ownership, round_times
 
 MAGI_STAGES = (1, 2, 4, 8)

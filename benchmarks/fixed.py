@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch, document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.settings import setting
-from megatron_wlb.types import DOCUMENT, Draw, PackedBatch, document_work
 
 Pieces = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Document (row), length and window of each piece: int64 [pieces] each."""

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.describe.make import make_job
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan.mock import F2
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples, windows
-from megatron_wlb.types import PackedBatch
 
 DATA = Path(__file__).parent / "data"
 WINDOW = 131_072

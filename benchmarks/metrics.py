@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_wlb.documents import PackedBatch, document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan.metrics import delays, imbalance
 from megatron_wlb.simulate.step import SimulatedStep, alike_time
-from megatron_wlb.types import PackedBatch, document_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

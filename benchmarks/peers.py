@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_wlb.documents import Draw, PackedBatch, document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.types import Draw, PackedBatch, document_work
 
 
 def as_megatron(job: Job, *, cp_exchange: str = "ring", cp_sharding: str = "per-sequence") -> Job:

@@ -24,6 +24,7 @@ from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packings
 from benchmarks.metrics import balanced_time
 from benchmarks.peers import as_megatron
 from benchmarks.results import Row, at_most
+from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import ModelShape
@@ -35,7 +36,6 @@ from megatron_wlb.plan.placement import order, paces, place, rank_cost
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.passes import crossover
 from megatron_wlb.simulate.step import breakdown, simulate_step
-from megatron_wlb.types import document_work
 
 PACKINGS = {
     "original": OriginalPacking(),

@@ -31,10 +31,10 @@ if not torch.cuda.is_available() and "megatron.core" not in sys.modules:
 
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
-from megatron_wlb.adapter import describe
+from megatron_wlb.adapter import jobs
 from megatron_wlb.describe.adapt import Changes, adapt
+from megatron_wlb.describe.flags import add_wlb_arguments, given_in
 from megatron_wlb.describe.refusals import REFUSED
-from megatron_wlb.describe.settings import add_wlb_arguments, given_in
 
 VERDICTS = ("as given", "with settings", "something switched off", "refused")
 UNKNOWN_MODEL = {"hidden_size": 4096, "num_attention_heads": 32, "num_layers": 0}
@@ -69,7 +69,7 @@ class Judge:
         if getattr(plain, "model_type", None) not in (None, "gpt"):
             raise ValueError(f"--model-type {plain.model_type}: {REFUSED['is_hybrid_model']}")
         changes = adapt(args, given)
-        describe.check(args)
+        jobs.check(args)
         args.dataloader_type = "external"
         problem = _problem(args)
         if problem and not _problem(plain):

@@ -36,13 +36,13 @@ from benchmarks.peers import as_megatron
 from benchmarks.results import Row
 from benchmarks.step_time import Case
 from benchmarks.training_cpu import Steps, arguments, train, warm
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
-from megatron_wlb.micro_batches import predictions
+from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Rows, Samples
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import simulate_step
-from megatron_wlb.types import PackedBatch
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.worlds import run_world
 
@@ -91,7 +91,7 @@ def padded(lengths: np.ndarray, begins: np.ndarray, window: int) -> np.ndarray:
 
 def train_padded(argv: list[str], first: int) -> Steps:
     """`train`, of lines that are padded to the window."""
-    from megatron_wlb import conversations
+    from megatron_wlb.adapter import conversations
 
     read = conversations.read
 

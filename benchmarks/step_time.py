@@ -35,18 +35,18 @@ from benchmarks.results import Row
 from megatron_wlb.cli.analyze.layouts import relieved
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import MegatronArguments, tile_rows, tp_overlap
+from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
-from megatron_wlb.micro_batches import predictions
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, weight_bytes
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step, trace_of
-from megatron_wlb.types import document_work
 
 
 class Case(NamedTuple):

@@ -11,8 +11,8 @@ except ImportError as error:
         "reinstall: pip install . (needs a C++17 compiler)"
     ) from error
 
+from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import POLICIES

@@ -26,11 +26,11 @@ from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_wlb.adapter import compat, datasets, describe, report
+from megatron_wlb.adapter import compat, datasets, jobs, report
 from megatron_wlb.adapter.clock import attended_squares
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.describe.adapt import adapt
-from megatron_wlb.describe.settings import add_wlb_arguments
+from megatron_wlb.describe.flags import add_wlb_arguments
 
 _ARGUMENTS = {
     "gated_linear_unit": "swiglu",
@@ -118,7 +118,7 @@ class _Run(Callback):  # type: ignore[misc]
             original(cfg)
             self._args = Namespace(**arguments(cfg) | self._wlb)
             try:
-                describe.check(self._args)
+                jobs.check(self._args)
             except ValueError as error:
                 raise ValueError(f"{error} (flags are fields of the ConfigContainer here)") from error
 

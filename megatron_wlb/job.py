@@ -1,6 +1,6 @@
 """Describes a training job: its model, ranks, micro-batches and predictions.
 
-`describe.make_job` builds it once, from final values; everything below `describe` takes it.
+`jobs.from_args` builds it once, from final values; everything below `describe` takes it.
 """
 
 import math
@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_wlb import _native
+import megatron_wlb._native as _native
+from megatron_wlb.documents import Policy
 from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import Matrix, ModelShape
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from megatron_wlb.pipeline.split import EVEN, Split
 from megatron_wlb.settings import Settings, setting
-from megatron_wlb.types import Policy
 
 MAX_TOKENS = _native.MAX_TOKENS
 """Longest micro-batch whose work is exact in 64 bits, with room for sums over a global batch."""

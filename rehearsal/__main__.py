@@ -29,8 +29,8 @@ from megatron_wlb.cli.data import data_of
 from megatron_wlb.cli.job import vocabulary
 from megatron_wlb.cli.launch import read_command, read_log
 from megatron_wlb.cli.main import Parser, in_one_line
+from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import MegatronArguments, parallel_of
-from megatron_wlb.describe.settings import RunSettings
 from rehearsal.build import transformer_engine
 from rehearsal.run import chosen, matched, rehearse, verdict
 from rehearsal.task import GPUS, Task

@@ -14,7 +14,7 @@ from benchmarks.convergence_report import page
 from benchmarks.paper import report
 from benchmarks.results import Row
 from benchmarks.step_time import ACROSS, DELAY, OURS, RING, WIDER
-from megatron_wlb.describe.settings import add_wlb_arguments
+from megatron_wlb.describe.flags import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
 OFF = math.log(1.15)

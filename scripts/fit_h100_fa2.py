@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_wlb.cli.profile import count, fit, predict, relative_error
-from megatron_wlb.types import SEGMENT, Shard
+from megatron_wlb.documents import SEGMENT, Shard
 
 TILE_ROWS = 128
 HEADS = 64

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import job_from_json
-from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.wlb import WlbPacking

@@ -12,26 +12,26 @@ ROOT = Path(__file__).parent.parent
 PACKAGE, REHEARSAL = ROOT / "megatron_wlb", ROOT / "rehearsal"
 
 LAYERS = """
-settings model types files _native hardware pipeline job cost sharding packing simulate plan micro_batches
-describe __init__ conversations runtime adapter bridge cli __main__ run rehearsal
+settings model documents files _native hardware pipeline job cost sharding packing simulate plan describe __init__
+runtime adapter bridge cli __main__ run rehearsal
 """.split()
 """Rooms: files and folders of the package, and the package above it. Each may import itself and those before it."""
 ONLY = {
-    "job": ("settings", "model", "types", "_native", "hardware", "pipeline"),
-    "runtime": ("model", "types", "sharding"),
-    "cli": LAYERS[: LAYERS.index("conversations")],
+    "job": ("settings", "model", "documents", "_native", "hardware", "pipeline"),
+    "runtime": ("model", "documents", "sharding"),
+    "cli": LAYERS[: LAYERS.index("runtime")],
     "__main__": ("cli",),
     "run": ("adapter",),
 }
 """Rooms that may import fewer."""
 FRAMEWORKS = {
-    "torch": ("conversations", "runtime", "adapter", "rehearsal"),
-    "megatron": ("conversations", "adapter", "bridge", "rehearsal"),
+    "torch": ("runtime", "adapter", "rehearsal"),
+    "megatron": ("adapter", "bridge", "rehearsal"),
     "transformer_engine": (),
     "flash_attn": (),
 }
 """Which rooms may import what; the attention backends find their packages by name."""
-IN_FUNCTIONS = {"cli": ("torch", "conversations", "runtime")}
+IN_FUNCTIONS = {"cli": ("torch", "adapter", "runtime")}
 """What a room may import inside functions alone, since most of its commands run without."""
 
 MODULES = {

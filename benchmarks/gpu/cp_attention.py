@@ -31,14 +31,14 @@ from benchmarks import results
 from benchmarks.lengths import WINDOW, attention_job, micro_batches
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.documents import SEGMENT, Shard, ShardPlan
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
 from megatron_wlb.runtime.backends import BACKENDS, get_backend
-from megatron_wlb.runtime.backends.trial import try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.runtime.reference import try_backend
 from megatron_wlb.sharding.select import shard
-from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 MODELS = {"7B TP8": (4, 4), "70B TP8": (8, 1)}
 """Query and key heads of a tensor-parallel rank."""

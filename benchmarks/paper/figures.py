@@ -16,6 +16,7 @@ from benchmarks.lengths import packer
 from benchmarks.metrics import balanced_time
 from benchmarks.paper.cases import HOPPER, LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case, slower_attention
 from benchmarks.results import Row
+from megatron_wlb.documents import PackedBatch, document_work
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
@@ -26,7 +27,6 @@ from megatron_wlb.plan.step import shard_step
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import LayerTimes, pass_times
 from megatron_wlb.simulate.step import SimulatedStep, simulate_step
-from megatron_wlb.types import PackedBatch, document_work
 
 SKIPPED = 0.1
 """Share of the steps that is left out at the beginning, where queues fill."""

@@ -1,1 +1,1 @@
-"""Integration with Megatron-LM; no other package imports megatron."""
+"""Integration with Megatron-LM."""

@@ -22,12 +22,13 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_wlb import conversations, files
+from megatron_wlb import files
+from megatron_wlb.adapter import conversations
+from megatron_wlb.documents import DOCUMENT
 from megatron_wlb.plan.dataset import check_index
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, Windows
 from megatron_wlb.plan.step import digest_of
-from megatron_wlb.types import DOCUMENT
 
 SPLITS = ("train", "valid", "test")
 SAMPLED = 64

@@ -11,8 +11,8 @@ from megatron.core import mpu
 from megatron.training import print_rank_0
 
 import megatron_wlb
-from megatron_wlb import _native
-from megatron_wlb.adapter import describe
+import megatron_wlb._native as _native
+from megatron_wlb.adapter import jobs
 from megatron_wlb.adapter.data import Reading
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.job import Job, differences
@@ -31,10 +31,10 @@ class Plans:
 
     def __init__(self, args: Namespace, job: Job, splits: dict[str, SplitData], readings: dict[str, Reading]) -> None:
         self._args, self._splits, self._readings = args, splits, readings
-        self._jobs = {split: [(0, describe.evaluation_job(job, args))] for split in splits if split != "train"}
+        self._jobs = {split: [(0, jobs.evaluation_job(job, args))] for split in splits if split != "train"}
         """By split, from which step on which job."""
         if "train" in splits:
-            self._jobs["train"] = describe.jobs_by_step(args, job, args.iteration)
+            self._jobs["train"] = jobs.jobs_by_step(args, job, args.iteration)
         self._planners: dict[str, Planner] = {}
         self._asked: dict[str, Comparison] = {}
         """The next step of a split."""

@@ -21,17 +21,17 @@ from megatron_wlb.adapter.clock import Clock, attended_squares
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import digest_line, reduced
 from megatron_wlb.adapter.plans import Plans
-from megatron_wlb.describe.settings import RunSettings
+from megatron_wlb.describe.flags import RunSettings
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
-from megatron_wlb.micro_batches import DELAY, Prediction, delay_gain
 from megatron_wlb.plan import metrics
+from megatron_wlb.plan.micro_batches import DELAY, Prediction, delay_gain
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.backends import choose_backend
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import shares, simulate_step
-from megatron_wlb.types import PackedBatch
 
 WORTH = 1.1
 """Speed-up by a delay from which the start of a run says so."""

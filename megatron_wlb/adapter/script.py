@@ -117,8 +117,8 @@ def before_megatron() -> None:
 def _parsing(original: Any, given: set[str]) -> Any:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
+        from megatron_wlb.describe.flags import add_wlb_arguments, given_in
         from megatron_wlb.describe.refusals import REFUSED
-        from megatron_wlb.describe.settings import add_wlb_arguments, given_in
 
         if "--wlb" in sys.argv and any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             with one_line():  # before upstream drops all flags for those of the file
@@ -148,14 +148,14 @@ def _parsing(original: Any, given: set[str]) -> Any:
 
 def _settle(args: Namespace, given: set[str]) -> None:
     """Set what must be so with `--wlb`, say it on the first rank, and check the rest."""
-    from megatron_wlb.adapter import describe
+    from megatron_wlb.adapter import jobs
     from megatron_wlb.describe.adapt import adapt
 
     sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
     changes = adapt(args, given)
     if sharded:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # upstream forbids it with FSDP, and else may demand it
-    describe.check(args)
+    jobs.check(args)
     if args.rank == 0:
         print("\n".join(changes.lines()), flush=True)
 

@@ -21,7 +21,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import checkpointing, initialize, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import compat, data, datasets, describe, experts, loss, tiles
+from megatron_wlb.adapter import compat, data, datasets, experts, jobs, loss, tiles
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import weighed
@@ -30,8 +30,8 @@ from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
-from megatron_wlb.describe.settings import RunSettings
-from megatron_wlb.micro_batches import Prediction
+from megatron_wlb.describe.flags import RunSettings
+from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions
@@ -55,7 +55,7 @@ class Training:
             folder = Path(args.save).absolute()  # which upstream makes when it saves
             files.check_room(str(next(each for each in (folder, *folder.parents) if each.is_dir())), "--save")
         args.sft = False  # by which upstream would take means over our micro-batches in evaluation
-        self._job = job = describe.make_job(args)
+        self._job = job = jobs.from_args(args)
         self.attention = AttentionOptions(
             backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
             save_gathered=job.sharding.save_gathered_kv,
@@ -129,7 +129,7 @@ class Training:
             args.eval_iters, args.full_validation = self._splits["valid"].steps, False
         tried: list[Prediction] = []
         if train := self._splits.get("train"):
-            self._job, tried = describe.best_job(args, self._job, train)
+            self._job, tried = jobs.best_job(args, self._job, train)
         moved = self._job.packing.delays or self._job.whole_documents
         windows = None if moved else args.wlb_windows_per_micro_batch
         self._readings = {

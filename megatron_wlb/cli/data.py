@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from megatron_wlb import files
+from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import MegatronArguments
-from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.plan.dataset import read_lengths
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, blended, windows
@@ -137,7 +137,7 @@ def _conversations(
     path: str, a: MegatronArguments, remarks: list[str], settings: RunSettings
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of each conversation, and the first of each row; remarks what upstream pads."""
-    from megatron_wlb import conversations
+    from megatron_wlb.adapter import conversations
 
     assert a.seq_length is not None
     given = asdict(a) | {f"wlb_{name}": value for name, value in asdict(settings).items()}

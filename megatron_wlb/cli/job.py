@@ -12,8 +12,8 @@ import msgspec
 from megatron_wlb import files, packing
 from megatron_wlb.cli.common import integer
 from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_log
+from megatron_wlb.describe.flags import PlanSettings, RunSettings, add_wlb_arguments
 from megatron_wlb.describe.megatron import SWITCHED_OFF, MegatronArguments, flag_of, job_of, model_of, short
-from megatron_wlb.describe.settings import PlanSettings, RunSettings, add_wlb_arguments
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE
 from megatron_wlb.job import Job, Packing, Sharding
 from megatron_wlb.model import MODELS, ModelShape

@@ -29,9 +29,9 @@ import numpy as np
 from megatron_wlb.cli.common import Words, progress, write_json, writer
 from megatron_wlb.cli.job import MODEL_GROUPS, add_megatron_flags, shape_of
 from megatron_wlb.describe.make import make_job
+from megatron_wlb.documents import Shard, ShardPlan
 from megatron_wlb.hardware.profile import KernelModel, KernelTimes, Profile
 from megatron_wlb.sharding.select import divide
-from megatron_wlb.types import Shard, ShardPlan
 
 LONGEST_TOKENS = {"cuda": (131072, 16384), "cpu": (4096, 1024)}
 """Longest document to measure (in shards of it), without and with --quick."""

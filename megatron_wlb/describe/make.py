@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from megatron_wlb.cost.attention import expansion
-from megatron_wlb.describe.settings import PlanSettings
+from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, Packing, Parallel, Sharding
 from megatron_wlb.model import ModelShape

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import msgspec
 
+from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import NUM_TILES, Job, Parallel, Recompute
 from megatron_wlb.model import ModelShape, latent_sizes
 from megatron_wlb.pipeline.split import Split

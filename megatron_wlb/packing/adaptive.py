@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb import _native
+import megatron_wlb._native as _native
+from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch, document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.pipeline.timeline import cost_weights
 from megatron_wlb.settings import setting
-from megatron_wlb.types import DOCUMENT, Draw, PackedBatch, document_work
 
 LOOK_AHEAD_BATCHES = 4
 """Global batches that are known when a step is chosen, so that long documents find partners."""

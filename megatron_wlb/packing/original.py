@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_wlb.documents import Draw, PackedBatch
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.types import Draw, PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

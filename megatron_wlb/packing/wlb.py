@@ -5,9 +5,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch, document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.settings import integers, setting
-from megatron_wlb.types import DOCUMENT, Draw, PackedBatch, document_work
 
 LATE_STEPS = 30
 """A document that did not fit and arrived longer ago is placed before all others."""

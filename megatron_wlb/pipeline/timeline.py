@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb import _native
+import megatron_wlb._native as _native
 from megatron_wlb.pipeline.graph import graph_of, passes_of
 from megatron_wlb.pipeline.schedule import Schedule
 

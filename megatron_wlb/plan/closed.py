@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.documents import DOCUMENT, PackedBatch, document_work
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking, placed
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import StepPlan, plan_packed
-from megatron_wlb.types import DOCUMENT, PackedBatch, document_work
 
 TIMES_THE_FEWEST = (1, 1.5, 2, 3)
 """Counts of micro-batches that are tried, over the fewest that hold the sequences."""

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from megatron_wlb.documents import PackedBatch, document_work
 from megatron_wlb.job import Job
-from megatron_wlb.types import PackedBatch, document_work
 
 
 def imbalance(work: np.ndarray) -> float:

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.samples import Samples
-from megatron_wlb.types import DOCUMENT, PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

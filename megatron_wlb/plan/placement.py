@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from megatron_wlb import _native
+import megatron_wlb._native as _native
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_wlb.types import DOCUMENT
+from megatron_wlb.documents import DOCUMENT
 
 
 class Part(Protocol):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb import files
+from megatron_wlb.documents import DOCUMENT
 from megatron_wlb.job import Job
-from megatron_wlb.types import DOCUMENT
 
 FORMAT = "megatron-wlb-packer-state"
 VERSION = 5

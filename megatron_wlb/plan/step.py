@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wlb.documents import PackedBatch, ShardPlan, document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics, placement
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.sharding import select
-from megatron_wlb.types import PackedBatch, ShardPlan, document_work
 
 PLAN_AHEAD = 4
 """Steps by which the planner thread may be ahead of training."""

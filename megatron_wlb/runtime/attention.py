@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_wlb.documents import Keys
 from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, gradient_group, only_part
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
-from megatron_wlb.types import Keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from megatron_wlb.documents import ShardPlan
 from megatron_wlb.model import ModelShape
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.backends.protocol import Backend, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.types import ShardPlan
 
 FLUSH_BYTES = 1 << 30
 """Written before every sample on a GPU: empties its caches, and outlasts the launch of the measured kernels."""

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_wlb.documents import Keys, Round, ShardPlan
 from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.sharding.routing import exchange, positions
-from megatron_wlb.types import Keys, Round, ShardPlan
 
 
 class Call(NamedTuple):

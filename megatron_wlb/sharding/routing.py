@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.types import SEGMENT, Keys, Round, Shard, ShardPlan, Share
+from megatron_wlb.documents import SEGMENT, Keys, Round, Shard, ShardPlan, Share
 
 
 def moved_rows(plan: ShardPlan) -> np.ndarray:

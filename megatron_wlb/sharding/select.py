@@ -11,11 +11,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_wlb import _native
+import megatron_wlb._native as _native
 from megatron_wlb.cost.attention import ExchangeModel, attention_kernels, exchange_model, sharding_kernel
+from megatron_wlb.documents import SEGMENT, Shard, ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import STRATEGIES, Job
-from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 # Beside a constant: predicted time of a layer that is lost without it, median and most of ten jobs (CP = 2 to 32, 7B to
 # 405B, documents of F2, 5 seeds). `test_everything_that_is_tried_pays` holds four of these jobs to it.

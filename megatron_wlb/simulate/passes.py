@@ -22,11 +22,11 @@ from megatron_wlb.cost.linear import (
     tiling,
     token_exchange,
 )
+from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
-from megatron_wlb.types import ShardPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

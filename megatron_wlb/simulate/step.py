@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wlb.documents import ShardPlan, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
 from megatron_wlb.pipeline.timeline import Timeline, run
 from megatron_wlb.simulate.memory import stage_weights
 from megatron_wlb.simulate.passes import LayerTimes, Passes, pass_times, synchronised
-from megatron_wlb.types import ShardPlan, document_work
 
 ADAM_BYTES = 30
 """Memory traffic of Adam per parameter: fp32 gradient, fp32 weight and two moments both ways, bf16 weight."""

@@ -16,11 +16,11 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
-from megatron_wlb.adapter import compat, cpu, data, datasets, describe
+from megatron_wlb.adapter import compat, cpu, data, datasets, jobs
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
-from megatron_wlb.describe.settings import add_wlb_arguments
+from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.plan.samples import windows
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import MODEL, VPP2, less, train
@@ -62,7 +62,7 @@ REFUSED = {
 def test_refused(flags, parse):
     args = parse(*flags.split(), world_size=2 if "batch" in flags else 4 if "parallel-size" in flags else 1)
     with pytest.raises(ValueError, match=REFUSED[flags]) as error:
-        describe.check(args)
+        jobs.check(args)
     assert "--" in str(error.value)
     assert not torch.distributed.is_initialized()
 
@@ -77,7 +77,7 @@ def job_of(args):
     args.kv_channels = None
     validate_args(args, {})
     args.padded_vocab_size = 256
-    return describe.make_job(args)
+    return jobs.from_args(args)
 
 
 LATENT = "--multi-latent-attention --no-rope-fusion --kv-lora-rank 32 --qk-head-dim 16 --v-head-dim 24"
@@ -108,11 +108,11 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     assert (job.num_micro_batches, job.global_batch_size, job.micro_batches_per_rank) == (12, 8, 6)
     args.eval_global_batch_size = 6
     with pytest.raises(ValueError, match=r"evaluation \(--eval-global-batch-size\): 6 .* give 4 or 8$"):
-        describe.evaluation_job(job, args)
+        jobs.evaluation_job(job, args)
     args.microbatch_group_size_per_vp_stage = None
-    free, args.eval_global_batch_size = describe.make_job(args), 8
+    free, args.eval_global_batch_size = jobs.from_args(args), 8
     assert free.schedule().group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
-    assert describe.evaluation_job(free, args).schedule().group == 4
+    assert jobs.evaluation_job(free, args).schedule().group == 4
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ def test_the_batch_size_of_a_step_is_upstreams(schedule, sizes, begins, parse):
     samples, expected = 0, []
     for step in range(len(sizes)):
         args.consumed_train_samples = samples
-        jobs = describe.jobs_by_step(args, whole, step)
-        assert jobs[0][0] == step
+        made = jobs.jobs_by_step(args, whole, step)
+        assert made[0][0] == step
         calculator.update(samples, consistency_check=False)
         expected.append(calculator.current_global_batch_size)
-        assert jobs[0][1].global_batch_size == jobs[0][1].num_micro_batches == expected[-1]
+        assert made[0][1].global_batch_size == made[0][1].num_micro_batches == expected[-1]
         samples += expected[-1]
     args.consumed_train_samples = 0
-    assert [(at, job.global_batch_size) for at, job in describe.jobs_by_step(args, whole, 0)] == begins
+    assert [(at, job.global_batch_size) for at, job in jobs.jobs_by_step(args, whole, 0)] == begins
     assert expected == sizes and whole.global_batch_size == 16
 
 
@@ -234,12 +234,12 @@ def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     for held, budget in ((None, None), (60 << 30, 12 << 30)):
         monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args, held=held: held)
-        assert describe._budget_bytes(Namespace()) == budget
+        assert jobs._budget_bytes(Namespace()) == budget
     monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args: 90 << 30)
     with pytest.raises(RuntimeError, match="this machine has a GPU; run Megatron on it"):
         cpu.install()
     with pytest.raises(ValueError, match="take 90.0 GiB by upstream's formula, over 90% of this GPU's 80.0; use"):
-        describe._budget_bytes(Namespace())
+        jobs._budget_bytes(Namespace())
 
 
 @pytest.mark.parametrize(("capability", "profile"), [((8, 0), "a100-fa2"), ((9, 0), "h100-cudnn"), (None, "flops")])

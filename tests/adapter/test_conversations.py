@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_wlb import conversations
+from megatron_wlb.adapter import conversations
 from megatron_wlb.cli.main import main
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.test_parity import LAYOUTS, TOLERANCE

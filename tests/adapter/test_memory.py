@@ -39,7 +39,7 @@ def _kept(argv):
     """Bytes that autograd keeps of the first micro-batch at the end of each layer and in all, its rows, and the job."""
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import describe
+    from megatron_wlb.adapter import jobs
 
     setup, ends, measured = training.setup_model_and_optimizer, [], []
 
@@ -73,7 +73,7 @@ def _kept(argv):
 
     training.setup_model_and_optimizer = setup_and_watch
     _train(argv, {}, os.devnull, exits=False)
-    return *measured[0], describe.make_job(get_args())
+    return *measured[0], jobs.from_args(get_args())
 
 
 def _local_extra(job):

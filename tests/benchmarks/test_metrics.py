@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.metrics import measure, summarise
-from megatron_wlb.types import DOCUMENT, PackedBatch
+from megatron_wlb.documents import DOCUMENT, PackedBatch
 from tests.jobs import job
 
 JOB = job(context_length=64, crossover_tokens=30)

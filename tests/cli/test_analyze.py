@@ -9,11 +9,11 @@ import pytest
 from megatron_wlb.cli.analyze.report import data_entries
 from megatron_wlb.cli.analyze.setup import Megatron, schemes
 from megatron_wlb.describe.make import job_from_json
+from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.packing.adaptive import arranged
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import simulate_step
-from megatron_wlb.types import DOCUMENT, PackedBatch
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, LARGE, RUN, C, N, analyse, setup
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import exposed_exchange
+from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS
@@ -13,7 +14,6 @@ from megatron_wlb.model import MODELS
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import round_costs, shard
 from megatron_wlb.simulate.passes import pass_times
-from megatron_wlb.types import document_work
 from tests.jobs import job
 from tests.reference.rounds import in_rounds, round_times
 

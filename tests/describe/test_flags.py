@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron_wlb.describe.settings import add_wlb_arguments
+from megatron_wlb.describe.flags import add_wlb_arguments
 
 REASONS = {
     "--wlb": "the plugin",

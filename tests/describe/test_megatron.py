@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.megatron import (
     MegatronArguments,
     job_of,
@@ -12,7 +13,6 @@ from megatron_wlb.describe.megatron import (
     recompute_of,
     row_multiple,
 )
-from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.pipeline.split import Split

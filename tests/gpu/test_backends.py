@@ -6,8 +6,8 @@ import torch
 
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import BACKENDS, get_backend
-from megatron_wlb.runtime.backends.trial import expected, kernel_args
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.runtime.reference import expected, kernel_args
 from tests.covering import covering
 from tests.reference.chunks import per_document
 from tests.runtime.calls import ALL, WINDOWS, check, run, tensors

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_wlb.documents import SEGMENT
 from megatron_wlb.hardware.network import H100_NETWORK
 from megatron_wlb.hardware.profile import (
     FLOPS_PROFILE,
@@ -17,7 +18,6 @@ from megatron_wlb.hardware.profile import (
     load_profile,
     shipped_profiles,
 )
-from megatron_wlb.types import SEGMENT
 
 
 def count_tiles(segments, tile_rows):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from benchmarks.fixed import FixedPacking
-from megatron_wlb.types import DOCUMENT
+from megatron_wlb.documents import DOCUMENT
 from tests.jobs import job
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb import _native
+from megatron_wlb.documents import DOCUMENT, document_work
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing.adaptive import AdaptivePacking, most_tokens
-from megatron_wlb.types import DOCUMENT, document_work
 from tests.covering import covering
 from tests.jobs import job, packer, samples
 from tests.packing.steps import steps_of

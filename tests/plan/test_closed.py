@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_wlb import balance
+from megatron_wlb.documents import document_work
 from megatron_wlb.model import ModelShape
-from megatron_wlb.types import document_work
 from tests.jobs import MODEL, job
 
 PAGE = Path(__file__).parents[2] / "docs/closed_batches.md"

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from benchmarks.fixed import FixedPacking
+from megatron_wlb.documents import DOCUMENT
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.metrics import original_work
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Rows, Samples
-from megatron_wlb.types import DOCUMENT
 from tests import jobs
 from tests.jobs import job, samples
 from tests.packing.steps import steps_of, tokens

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from megatron_wlb import Planner, plan_step
+from megatron_wlb.documents import document_work
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.metrics import delays
 from megatron_wlb.plan.step import PLAN_AHEAD, plan_packed, shard_step, step_cost
 from megatron_wlb.sharding import select
-from megatron_wlb.types import document_work
 from tests.jobs import MODEL, job, packer
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from megatron_wlb.documents import SEGMENT, Shard, ShardPlan
 from megatron_wlb.sharding.routing import document_begins
-from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 
 def per_sequence(lengths: np.ndarray, cp: int) -> ShardPlan:

@@ -17,8 +17,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from megatron_wlb.documents import SEGMENT, Shard, ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
-from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 Segments = list[tuple[int, int, int]]
 

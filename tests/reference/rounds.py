@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.cost.attention import Directions
+from megatron_wlb.documents import Keys, Round, Shard, ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.sharding.routing import Ownership as _Ownership
 from megatron_wlb.sharding.select import RoundCosts
-from megatron_wlb.types import Keys, Round, Shard, ShardPlan
 
 
 class Ownership(_Ownership):

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_wlb.documents import SEGMENT, Shard, ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import RoundCosts
-from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.hybrid import hybrid
 from tests.reference.rounds import in_rounds

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, side_by_side, varlen
-from megatron_wlb.runtime.backends.trial import expected, kernel_args, scores_and_values
+from megatron_wlb.runtime.reference import expected, kernel_args, scores_and_values
 from tests.runtime.oracle import TOLERANCE, assert_close
 
 # Entries (queries, keys) of a call; (0, n) is a gap of n keys.

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions
-from megatron_wlb.runtime.backends.trial import expected
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.runtime.reference import expected
 from megatron_wlb.sharding.routing import rows
-from megatron_wlb.types import ShardPlan
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.hybrid import hybrid
 from tests.reference.rounds import regrouped

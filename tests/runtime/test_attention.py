@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_wlb.documents import ShardPlan
 from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.backends.protocol import Backend
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
-from megatron_wlb.types import ShardPlan
 from tests.covering import covering
 from tests.reference.chunks import per_document, per_sequence
 from tests.runtime.calls import Float64

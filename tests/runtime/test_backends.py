@@ -8,7 +8,7 @@ import torch
 from megatron_wlb.runtime import backends
 from megatron_wlb.runtime.backends import BACKENDS, Choice, choose_backend, cpu, get_backend, protocol
 from megatron_wlb.runtime.backends.cpu import CpuBackend
-from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args
+from megatron_wlb.runtime.reference import HEAD_SIZES, kernel_args
 from tests.covering import covering
 from tests.runtime.calls import ALL, CALLS, WINDOWS, Float64, check
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_wlb.runtime.backends.flash import FlashAttn3Backend
 from megatron_wlb.runtime.backends.te import TeBackend
-from megatron_wlb.runtime.backends.trial import expected, kernel_args
+from megatron_wlb.runtime.reference import expected, kernel_args
 from tests.covering import covering
 from tests.runtime.calls import ALL, CALLS, WINDOWS, check, tensors
 

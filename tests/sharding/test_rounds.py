@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lengths import f2
+from megatron_wlb.documents import Keys
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.model import MODELS
 from megatron_wlb.sharding import select
 from megatron_wlb.sharding.routing import Ownership
 from megatron_wlb.sharding.select import attention_times, round_costs, shard
-from megatron_wlb.types import Keys
 from tests.jobs import job
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.rounds import in_rounds, regrouped

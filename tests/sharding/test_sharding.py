@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from megatron_wlb import _native
 from megatron_wlb.cost.attention import sharding_kernel
+from megatron_wlb.documents import Keys, Shard
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelModel, KernelTimes, load_profile
 from megatron_wlb.job import STRATEGIES
 from megatron_wlb.sharding.routing import document_begins, exchange, moved_rows, positions, rows
 from megatron_wlb.sharding.select import divide, round_costs, shard
-from megatron_wlb.types import Keys, Shard
 from tests.jobs import MODEL, job
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.hybrid import hybrid

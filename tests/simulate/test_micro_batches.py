@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb import micro_batches
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
-from megatron_wlb.micro_batches import WARM_UP, delay_gain, predictions
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.plan import micro_batches
+from megatron_wlb.plan.micro_batches import WARM_UP, delay_gain, predictions
 from tests.jobs import samples
 from tests.simulate.shards import SMALL, job
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model
+from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.simulate.passes import crossover, pass_times, synchronised
-from megatron_wlb.types import document_work
 from tests.reference.sharding import rank_work
 from tests.simulate.shards import SMALL, job, shards_of
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.metrics import balanced_time
+from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Collective, Network
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.simulate.step import breakdown, simulate_step, trace_of
-from megatron_wlb.types import document_work
 from tests.simulate.shards import JOBS, SMALL, job, shards_of
 
 AT_ONCE = Collective(ranks=(2,), latency_us=(0.0,), gb_per_s=(np.inf,))

@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_wlb.cli.job import Run
 from megatron_wlb.job import Job
-from megatron_wlb.micro_batches import predictions
 from megatron_wlb.pipeline.split import laid_out
+from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
 

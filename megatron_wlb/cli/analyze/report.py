@@ -13,15 +13,15 @@ import numpy as np
 from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
+from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import NETWORKS
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile, profile_file
 from megatron_wlb.job import Job
-from megatron_wlb.micro_batches import ALIKE, DELAY
 from megatron_wlb.plan import metrics
+from megatron_wlb.plan.micro_batches import ALIKE, DELAY
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import peak_bytes
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances, limit_time
-from megatron_wlb.types import document_work
 
 FORMAT = "megatron-wlb-analysis"
 VERSION = 11

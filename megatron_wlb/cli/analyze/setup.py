@@ -14,20 +14,20 @@ from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.job import Run
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
+from megatron_wlb.documents import PackedBatch, Shard, ShardPlan
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.micro_batches import DELAY, Prediction, predictions
 from megatron_wlb.packing import DEFAULT_POLICY
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.schedule import nearest_counts
+from megatron_wlb.plan.micro_batches import DELAY, Prediction, predictions
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import SimulatedStep, simulate_step
-from megatron_wlb.types import PackedBatch, Shard, ShardPlan
 
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
 """Schemes without --wlb: tokens attend across documents, as upstream's flags have it; or inside, each document divided

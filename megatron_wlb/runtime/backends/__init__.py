@@ -9,7 +9,7 @@ from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.flash import AtenBackend, FlashAttn3Backend
 from megatron_wlb.runtime.backends.protocol import Backend, check_value_size
 from megatron_wlb.runtime.backends.te import TeBackend
-from megatron_wlb.runtime.backends.trial import HEAD_SIZES, try_backend
+from megatron_wlb.runtime.reference import HEAD_SIZES, try_backend
 
 BACKENDS: dict[str, type[Backend]] = {
     "aten": AtenBackend,

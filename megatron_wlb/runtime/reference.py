@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_wlb.documents import SEGMENT
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, side_by_side
 from megatron_wlb.sharding.routing import document_begins
-from megatron_wlb.types import SEGMENT
 
 # (queries, keys): gaps, causal squares, prefixes, lengths of 1, nothing divisible by a block.
 _ENTRIES = [(0, 70), (130, 130), (0, 1), (67, 200), (1, 1), (0, 300), (2, 150), (1, 90), (0, 5)]

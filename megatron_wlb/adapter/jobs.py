@@ -13,12 +13,12 @@ from megatron_wlb import packing
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.describe import refusals
+from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.megatron import MegatronArguments, job_of
-from megatron_wlb.describe.settings import PlanSettings, RunSettings
 from megatron_wlb.hardware.profile import AMPERE_PROFILE, DEFAULT_PROFILE, FLOPS_PROFILE
 from megatron_wlb.job import Job, Sharding
-from megatron_wlb.micro_batches import Prediction, predictions
 from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 
@@ -82,7 +82,7 @@ def _check_spec(module: str, name: str = "") -> None:
         check_layer(spec)
 
 
-def make_job(args: Namespace, **fixed: Any) -> Job:
+def from_args(args: Namespace, **fixed: Any) -> Job:
     """Return the job of validated arguments; `fixed` sets fields of `Job`.
 
     Raises ValueError for contradictory settings, and if weights or activations do not fit the GPU.
@@ -108,13 +108,13 @@ def make_job(args: Namespace, **fixed: Any) -> Job:
 def best_job(args: Namespace, job: Job, data: SplitData) -> tuple[Job, list[Prediction]]:
     """Return the job for the training samples, and what `--wlb-micro-batches auto` compared, [] if nothing.
 
-    `job` is that of `make_job`.
+    `job` is that of `from_args`.
     """
     settings = PlanSettings.from_args(args)
     if settings.micro_batches != "auto" or compat.batch_sizes(args):
         return job, []
     known = settings.memory_budget is not None or _budget_bytes(args) is not None
-    return predictions(job, partial(make_job, args), data.samples, memory_known=known, first_sample=data.first_sample)
+    return predictions(job, partial(from_args, args), data.samples, memory_known=known, first_sample=data.first_sample)
 
 
 def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:

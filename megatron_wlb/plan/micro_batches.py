@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.documents import PackedBatch, document_work
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packer import Packer
@@ -14,7 +15,6 @@ from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step, step_cost
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import simulate_step
-from megatron_wlb.types import PackedBatch, document_work
 
 MICRO_BATCHES_PER_WINDOW = (1, 3 / 2, 2, 3, 4, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 """Micro-batches per window to try, if a step can have that many."""
