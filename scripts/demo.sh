@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Predicts what --wlb brings to a 64-GPU job, trains a small GPT plain and with --wlb by turns, kills and resumes it, and
+# Profiles this machine, predicts a small run, trains it Megatron's way and with --wlb by turns, kills and resumes it, and
 # writes demo/report.html. Needs no GPU; uses those that are there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

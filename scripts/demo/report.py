@@ -1,4 +1,4 @@
-"""What the demo measured, in a sentence and as one self-contained page."""
+"""The measurements of the demo, in a sentence and as one self-contained page."""
 
 import json
 import math
@@ -12,14 +12,13 @@ from matplotlib.figure import Figure
 from megatron_wlb.cli import pictures
 from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, GREY, INK, ORANGE
-from megatron_wlb.simulate.step import TIME_SHARES
 
 type Step = dict[str, Any]
 """An entry of `--wlb-log`; of the report, with "ranks": the passes of every rank, as `run.train` writes them."""
 
 
 def ratio(plain: Sequence[Step], ours: Sequence[Step]) -> tuple[float, float]:
-    """Plain's seconds per token over those of --wlb in the same steps, and its standard error (nan of one step)."""
+    """Megatron's seconds per token over those of --wlb in the same steps, and its standard error (nan of one step)."""
     a, b = (np.array([step["step_ms"] for step in steps]) for steps in (plain, ours))
     tokens = [sum(step["tokens"] for step in steps) for steps in (plain, ours)]
     value = float(a.sum() / tokens[0] / (b.sum() / tokens[1]))
@@ -36,67 +35,67 @@ def judge(value: float, error: float) -> tuple[str, str]:
     """A ratio in words, and its tone on the page."""
     number = f"{value:.2f} \u00b1 {error:.2f}"
     if abs(value - 1) <= 2 * error:
-        return f"No difference is certain: {number} times as many tokens a second with --wlb", "close"
-    return f"{number} times as many tokens a second with --wlb", "gain" if value > 1 else "loss"
+        return f"No difference is certain: {number} times as many tokens per second with --wlb", "close"
+    return f"{number} times as many tokens per second with --wlb", "gain" if value > 1 else "loss"
 
 
 def write(
-    folder: Path, plain: list[Step], ours: list[Step], *, warm: int, prediction: str, resumed: str, on: str
+    folder: Path,
+    plain: list[Step],
+    ours: list[Step],
+    *,
+    warm: int,
+    on: str,
+    prediction: float,
+    resumed: str,
+    nothing: str,
 ) -> str:
-    """Write FOLDER/report.html and what it shows as JSON; returns the verdict.
+    """Write FOLDER/report.html and its numbers as JSON; returns the verdict.
 
     The first `warm` steps of both count for the losses only.
     """
-    for name, steps in (("plain", plain), ("--wlb", ours)):
+    for name, steps in (("megatron", plain), ("wlb", ours)):
         files = sorted(folder.glob(f"{name}-*.jsonl"))
         ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         steps[:] = [step | {"ranks": [rank[i] for rank in ranks]} for i, step in enumerate(steps)]
     measured = plain[warm:], ours[warm:]
     value, error = ratio(*measured)
-    verdict, tone = judge(value, error)
+    said, tone = judge(value, error)
+    verdict = f"{said}; predicted {prediction:.2f}"
     rows = table(*measured)[: None if on.endswith("cores") else -1]
     about = (
-        f"A small GPT on {on}: {len(plain) - warm} steps of Megatron's packing and of --wlb, by turns in every step, "
-        "with the same attention, on the same tokens. Speed is by the clock; what else runs here makes it less "
-        "certain, and changes the CPU time of the slower rank less."
+        f"A small GPT on {on}: {len(plain) - warm} steps of Megatron's micro-batches and of --wlb's, by turns, with "
+        "the same attention, on the same tokens. A fifth of the tokens are in documents of about half a window, the "
+        "rest in short ones, which suits --wlb. Speed is by the clock; \u00b1 is a standard error over steps."
     )
+    chart = pictures.section
     sections = [
-        pictures.section(
-            "A step on both ranks",
-            "Forward (blue) and backward (orange) as measured, in the step whose times are nearest to the mean. Gaps "
-            "are waiting. At the line the step ends, after the sum of gradients and the optimizer.",
-            lambda figure: timelines(figure, *measured),
-            4.4,
-        ),
-        pictures.section(
-            "Every step",
-            "Seconds of every step. A busy machine lengthens both.",
-            lambda figure: times(figure, plain, ours),
-            3.4,
-        ),
-        pictures.section(
-            "Loss",
-            "Every step trains the same tokens in both, to the same loss.",
-            lambda figure: losses(figure, plain, ours),
-            3.4,
-        ),
-    ]
-    values = {"prediction": prediction, "resumed": resumed, "about": about, "rows": rows, "sections": sections}
+        chart("The same tokens, in less time", "Tokens trained over seconds of training.",
+              lambda figure: race(figure, *measured), 3.2),
+        chart("Why", "Seconds of training, mean of the ranks: computing, and waiting for the other rank.",
+              lambda figure: waits(figure, *measured), 2.2),
+        chart("Predicted and measured", "A dot is a step; on the line they agree. The profile was measured first.",
+              lambda figure: predictions(figure, *measured), 3.6),
+        chart("Loss", "Every step trains the same tokens, to the same loss.",
+              lambda figure: losses(figure, plain, ours), 3.2),
+        chart("One step on both ranks",
+              "Forward (blue) and backward (orange) as measured, in the step whose times are nearest to the mean. Gaps "
+              "are waiting. At the line the step ends, after the sum of gradients and the optimizer.",
+              lambda figure: timelines(figure, *measured), 4.2),
+    ]  # fmt: skip
+    values = {"resumed": resumed, "nothing": nothing, "about": about, "rows": rows, "sections": sections}
     page = render(Path(__file__).with_name("report.html"), verdict=verdict, tone=tone, **values)
     (folder / "report.html").write_text(page)
-    numbers = {"ratio": value, "error": error, "on": on, "warm": warm, "verdict": verdict, "table": rows}
-    (folder / "report.json").write_text(json.dumps(numbers | {"plain": plain, "--wlb": ours}))
+    numbers = {"ratio": value, "error": error, "predicted": prediction, "on": on, "warm": warm, "verdict": verdict}
+    (folder / "report.json").write_text(json.dumps(numbers | {"table": rows, "megatron": plain, "wlb": ours}))
     return verdict
 
 
 def table(plain: list[Step], ours: list[Step]) -> list[tuple[str, ...]]:
-    """Rows of what was measured, --wlb first; the last is for CPUs only."""
+    """Rows of what was measured, Megatron's way first; the last is for CPUs only."""
 
     def row(title: str, show: Any) -> tuple[str, ...]:
-        return title, show(ours), show(plain)
-
-    def mean(steps: list[Step], part: str) -> float:
-        return sum(s["measured"][part] * s["step_ms"] for s in steps) / sum(s["step_ms"] for s in steps)
+        return title, show(plain), show(ours)
 
     def total(steps: list[Step], key: str) -> float:
         return float(sum(step[key] for step in steps))
@@ -106,26 +105,71 @@ def table(plain: list[Step], ours: list[Step]) -> list[tuple[str, ...]]:
         return float(np.mean([max(ranks) for ranks in computing]))
 
     return [
-        ("", "--wlb", "plain"),
-        row("tokens a second", lambda s: f"{1e3 * total(s, 'tokens') / total(s, 'step_ms'):,.0f}"),
-        *(
-            row(f"{part}, % of a step", lambda s, part=part: f"{100 * mean(s, part) + 0:.1f}")
-            for part in TIME_SHARES
-            if part != "bubble"
-        ),
+        ("", "Megatron", "--wlb"),
+        row("tokens per second", lambda s: f"{1e3 * total(s, 'tokens') / total(s, 'step_ms'):,.0f}"),
+        row("waiting, % of a step", lambda s: f"{100 * (1 - share(s, 'measured')):.1f}"),
+        row("  predicted", lambda s: f"{100 * (1 - share(s, 'predicted')):.1f}"),
         row("loss, mean of the last five steps", lambda s: f"{np.mean([x['loss'] for x in s[-5:]]):.3f}"),
-        row("CPU time of the slower rank, s a step", lambda s: f"{slowest(s):.2f}"),
+        row("CPU time of the slower rank, s per step", lambda s: f"{slowest(s):.2f}"),
     ]
 
 
+def share(steps: list[Step], source: str) -> float:
+    """Share of the time of steps that computes, measured or predicted."""
+    time = f"{'step' if source == 'measured' else source}_ms"
+    return float(sum(s[source]["busy"] * s[time] for s in steps) / sum(s[time] for s in steps))
+
+
+WAYS = (("Megatron", GREY), ("--wlb", BLUE))
+
+
+def race(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
+    """Draw tokens over seconds."""
+    axes = figure.subplots()
+    for (name, color), steps in zip(WAYS, (plain, ours), strict=True):
+        seconds, tokens = (np.cumsum([0, *(step[key] for step in steps)]) / 1e3 for key in ("step_ms", "tokens"))
+        axes.plot(seconds, tokens, color=color, linewidth=2, label=name)
+        axes.plot(seconds[-1:], tokens[-1:], color=color, marker="o")
+        axes.annotate(f"{name} {seconds[-1]:.1f} s", (seconds[-1], tokens[-1]), (-6, 0 if color == BLUE else -14),
+                      textcoords="offset points", ha="right", color=color)  # fmt: skip
+    axes.set(xlabel="seconds of training", ylabel="thousand tokens trained", xlim=(0, None), ylim=(0, None))
+
+
+def waits(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
+    """Draw seconds of computing and of waiting."""
+    axes = figure.subplots()
+    for y, steps in enumerate((plain, ours)):
+        seconds, computing = sum(step["step_ms"] for step in steps) / 1e3, share(steps, "measured")
+        axes.barh(y, seconds * computing, color=BLUE)
+        axes.barh(y, seconds * (1 - computing), left=seconds * computing, **pictures.WAITING)
+        axes.annotate(f"{1 - computing:.0%} waiting", (seconds, y), (5, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(WAYS)), [name for name, _ in WAYS])
+    axes.invert_yaxis()
+    axes.margins(x=0.3)
+    axes.set_xlabel("seconds")
+
+
+def predictions(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
+    """Draw measured over predicted seconds of every step."""
+    axes = figure.subplots()
+    most = 0.0
+    for (name, color), steps in zip(WAYS, (plain, ours), strict=True):
+        predicted, measured = ([step[key] / 1e3 for step in steps] for key in ("predicted_ms", "step_ms"))
+        axes.scatter(predicted, measured, color=color, s=18, label=name)
+        most = max(most, *predicted, *measured)
+    axes.plot((0, most), (0, most), color=INK, linewidth=0.8)
+    axes.set(xlabel="predicted seconds of a step", ylabel="measured seconds")
+    axes.legend()
+
+
 def timelines(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
-    """Draw the passes of every rank in one step, plain above."""
+    """Draw the passes of every rank in one step, Megatron's way above."""
     means = [np.mean([step["step_ms"] for step in steps]) for steps in (plain, ours)]
     far = [
         abs(a["step_ms"] / means[0] - 1) + abs(b["step_ms"] / means[1] - 1) for a, b in zip(plain, ours, strict=True)
     ]
     chosen = int(np.argmin(far))
-    for axes, (name, steps) in zip(figure.subplots(2, sharex=True), (("plain", plain), ("--wlb", ours)), strict=True):
+    for axes, (name, _), steps in zip(figure.subplots(2, sharex=True), WAYS, (plain, ours), strict=True):
         step = steps[chosen]
         begin = min(rank["begin"] for rank in step["ranks"])
         end = max(rank["end"] for rank in step["ranks"]) - begin
@@ -141,22 +185,10 @@ def timelines(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
     figure.supylabel("data-parallel rank", fontsize=10)
 
 
-def times(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
-    """Draw seconds over steps."""
-    _both(figure, plain, ours, lambda step: step["step_ms"] / 1e3, "seconds of a step").set_ylim(bottom=0)
-
-
 def losses(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
     """Draw both loss curves over each other."""
-    _both(figure, plain, ours, lambda step: step["loss"], "loss (nats per token)")
-
-
-def _both(figure: Figure, plain: list[Step], ours: list[Step], value: Any, label: str) -> Any:
     axes = figure.subplots()
-    for name, steps, color, marker in (("plain", plain, GREY, "o"), ("--wlb", ours, BLUE, ".")):
-        axes.plot(
-            [step["step"] for step in steps], [value(step) for step in steps], color=color, marker=marker, label=name
-        )
-    axes.set(xlabel="step", ylabel=label)
+    for (name, color), steps, marker in zip(WAYS, (plain, ours), ("o", "."), strict=True):
+        axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], color=color, marker=marker, label=name)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend()
-    return axes

@@ -1,17 +1,19 @@
-"""The demo: predicts a 64-GPU job, then trains plain and with `--wlb` by turns, kills that run and resumes it.
+"""The demo: predicts a small run, trains it Megatron's way and with `--wlb` by turns, kills and resumes it.
 
-Plain is Megatron's windows and schedule with the attention of `--wlb`, inside documents. (Megatron's own attention over
+Megatron's way is its windows and schedule with the attention of `--wlb`, inside documents. (Its own attention over
 packed documents needs a GPU.) Both train the same tokens in every step, in other micro-batches, to the same loss. Two
-groups of processes, forks of one, take turns in every step, and which begins changes from step to step; so what else
-the machine does hits both.
+groups of processes, forks of one, take turns in every step, and which begins changes from step to step; so what else the
+machine does hits both. The prediction is by a profile of this machine, measured first.
 
-Documents are pieces of Python's standard library, byte by byte, of two lengths (`lengths`). Two or more GPUs are used,
-which nobody has tried; one has nobody to wait for. Writes demo/report.html.
+Documents are pieces of Python's standard library, byte by byte, of two lengths (`lengths`); a shorter run has documents
+that are all alike, where nothing can be gained. Two or more GPUs are used, which nobody has tried; one has nobody to
+wait for. Writes demo/report.html.
 """
 
 import functools
 import json
 import logging
+import math
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -34,34 +36,26 @@ from benchmarks import training_cpu
 from benchmarks.training_cpu import TRAINING, write_dataset
 from scripts.demo import report
 from tests import worlds
-from tests.adapter.datasets import write_index
 
 type Step = dict[str, Any]
 
 FOLDER = Path("demo")
-STEPS, SAVED, WARM = 32, 30, 2
-"""Steps that count, the one that leaves a checkpoint, and those at the start that warm up."""
+STEPS, SAVED, WARM = 28, 26, 2
+"""Steps that are shown, the one that leaves a checkpoint, and those at the start that warm up."""
+ALIKE_STEPS = 8
 WINDOW = 6144
-LONGER = 16
-"""The documents of the predicted job are longer by this, as its window is."""
 SHAPE = "--hidden-size 64 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 128 --swiglu"
 WAYS = {
-    "plain": "--wlb --wlb-packing original --wlb-cp-sharding per-sequence",
-    "--wlb": "--wlb",
+    "megatron": "--wlb --wlb-packing original --wlb-cp-sharding per-sequence",
+    "wlb": "--wlb",
 }
-JOB = (
-    "--model llama2-7b -- torchrun --nproc-per-node 8 --nnodes 8 pretrain_gpt.py --tensor-model-parallel-size 8 "
-    "--pipeline-model-parallel-size 4 --global-batch-size 16 --dataloader-inter-document-masking --split 100,0,0"
-)
-"""The job that is predicted, whose attention stays inside documents, too."""
 SILENCE_SECONDS = 4.0
 
 
 def lengths(window: int, tokens: int) -> np.ndarray:
     """Lengths of documents with so many tokens in all: a fifth of them in documents of 0.45 to 0.7 windows.
 
-    Balance brings most where few tokens are in long documents: two of a step are then rarely alike, and documents that
-    Megatron cuts, which spares attention, are few.
+    Balance brings most where few tokens are in long documents: two of a step are then rarely alike.
     """
     rng = np.random.default_rng(0)
     long = rng.integers(int(0.45 * window), int(0.7 * window), max(1, int(0.2 * tokens / (0.575 * window))))
@@ -69,13 +63,12 @@ def lengths(window: int, tokens: int) -> np.ndarray:
     return rng.permutation(np.concatenate((long, short)))
 
 
-def make_data(folder: Path, window: int, tokens: int) -> str:
-    """Write the documents; returns the prefix."""
+def make_data(folder: Path, drawn: np.ndarray) -> str:
+    """Write documents of these lengths; returns the prefix."""
     text, files = b"", iter(sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")))
-    drawn = lengths(window, tokens)
     while len(text) < drawn.sum():
         text += next(files).read_bytes()
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     return write_dataset(folder, drawn, text)
 
 
@@ -94,12 +87,12 @@ class Turns:
             self._changed.wait_for(lambda: self._finished.value >= place * self._ranks)
 
 
-def train(name: str, argv: list[str], turns: Turns | None) -> None:
+def train(name: str, folder: Path, argv: list[str], turns: Turns | None) -> None:
     """In every process: train, by turns, and keep of every step's passes: kind, begin, end, and CPU time."""
     rank, gpu = torch.distributed.get_rank(), torch.cuda.is_available()
     if not gpu:
         training_cpu.pin()
-    output = os.open(FOLDER / f"{name}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(folder / f"{name}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     from megatron.core.pipeline_parallel import schedules
@@ -131,7 +124,7 @@ def train(name: str, argv: list[str], turns: Turns | None) -> None:
         passes.clear()
         begin = now()
         result = train_step(*args, **kwargs)
-        with open(FOLDER / f"{name}-{rank}.jsonl", "a") as file:
+        with open(folder / f"{name}-{rank}.jsonl", "a") as file:
             print(json.dumps({"begin": begin, "end": now(), "passes": passes}), file=file)
         step += 1
         return result
@@ -142,7 +135,7 @@ def train(name: str, argv: list[str], turns: Turns | None) -> None:
     training_cpu.pretrain(argv)
 
 
-def arguments(name: str, data: str, ranks: int, *more: str) -> list[str]:
+def arguments(name: str, folder: Path, data: str, ranks: int, *more: str) -> list[str]:
     """The command line of a way; both differ in their flags of `--wlb` only."""
     from megatron_wlb.adapter import cpu
 
@@ -152,23 +145,15 @@ def arguments(name: str, data: str, ranks: int, *more: str) -> list[str]:
     else:
         device = ["--distributed-backend", "gloo", *cpu.FLAGS]
     sizes = f"--seq-length {WINDOW} --max-position-embeddings {WINDOW} --global-batch-size {ranks}"
-    # More steps than count: the run is killed before its end.
-    log = [
-        "--train-iters",
-        str(STEPS + 2),
-        "--log-interval",
-        "1",
-        "--wlb-log",
-        f"{FOLDER}/{name}.jsonl",
-        "--data-path",
-        data,
-    ]
-    return [*SHAPE.split(), *TRAINING, *sizes.split(), *device, *WAYS[name].split(), *log, *more]
+    # More steps than are shown: the run is killed before its end.
+    log = f"--train-iters {STEPS + 2} --log-interval 1 --wlb-log {folder}/{name}.jsonl"
+    words = [*SHAPE.split(), *TRAINING, *sizes.split(), *device, *WAYS[name].split(), *log.split()]
+    return [*words, "--wlb-profile", f"{FOLDER}/profile.json", "--data-path", data, *more]
 
 
-def read(name: str) -> list[Step]:
+def read(name: str, folder: Path = FOLDER) -> list[Step]:
     """The steps that a way has logged so far."""
-    path = FOLDER / f"{name}.jsonl"
+    path = folder / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -202,94 +187,118 @@ def main() -> None:
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # forks could not use a CUDA that this process began
     logging.disable(logging.WARNING)  # upstream misses packages that are no use here
     warnings.simplefilter("ignore")
-    shutil.rmtree(FOLDER / "checkpoint", ignore_errors=True)
+    for name in ("checkpoint", "alike"):
+        shutil.rmtree(FOLDER / name, ignore_errors=True)
     for file in FOLDER.glob("*.*"):
         file.unlink()
-    data = make_data(FOLDER, WINDOW, 400_000)
-    with alive(f"What --wlb would bring to these documents, {LONGER} times as long, on 64 H100s"):
-        prediction = predict()
-        training_cpu.warm()  # meanwhile
-        verdict = prediction()
-    print(verdict, flush=True)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = gpus or 2
     on = f"{gpus} GPUs" if gpus else "2 CPU cores"
-    print(f"== {STEPS} steps of {ranks * WINDOW} tokens, plain and with --wlb by turns, on {on}", flush=True)
-    compare(data, ranks)
-    with alive(f"--wlb was killed in step {len(read('--wlb')) + 1}; resumed from the checkpoint of step {SAVED}"):
+    data = make_data(FOLDER, lengths(WINDOW, 400_000))
+    alike = make_data(FOLDER / "alike", np.full(60 * ranks, WINDOW // 6))
+    with alive("Profile of this machine"):
+        profile("cuda" if gpus else "cpu")
+    with alive(f"What --wlb would bring to this run on {on}"):
+        predicted, of_alike = predict(FOLDER, data, ranks), predict(FOLDER / "alike", alike, ranks)
+        training_cpu.warm()  # meanwhile
+        prediction, alike_prediction = predicted(), of_alike()
+    print(f"predicted: {prediction:.2f} times as many tokens a second", flush=True)
+    print(f"== {STEPS} steps of {ranks * WINDOW} tokens, Megatron's way and with --wlb by turns, on {on}", flush=True)
+    compare(FOLDER, data, ranks, STEPS, "--save", f"{FOLDER}/checkpoint", "--save-interval", str(SAVED))
+    with alive(f"--wlb was killed in step {len(read('wlb')) + 1}; resumed from the checkpoint of step {SAVED}"):
         resumed = resume(data, ranks)
     print(resumed)
+    print(f"== {ALIKE_STEPS} steps of documents that are all alike: predicted {alike_prediction:.2f}", flush=True)
+    compare(FOLDER / "alike", alike, ranks, ALIKE_STEPS)
+    measured = report.ratio(*(read(name, FOLDER / "alike")[WARM:ALIKE_STEPS] for name in WAYS))
+    nothing = "Documents that are all alike: {:.2f} predicted, {:.2f} ± {:.2f} measured.".format(
+        alike_prediction, *measured
+    )
+    print(nothing)
     plain, ours = (read(name)[:STEPS] for name in WAYS)
-    print(report.write(FOLDER, plain, ours, warm=WARM, prediction=verdict, resumed=resumed, on=on))
+    said = {"prediction": prediction, "resumed": resumed, "nothing": nothing}
+    print(report.write(FOLDER, plain, ours, warm=WARM, on=on, **said))
     print(f"{FOLDER}/report.html written; {time.monotonic() - began:.0f} seconds beside the installation")
 
 
-def predict() -> Callable[[], str]:
-    """Begin to analyse a 64-GPU job whose documents are as here, but longer; the verdict, when it is there."""
-    lengths_of_job = lengths(WINDOW, 4_000_000) * LONGER
-    write_index(FOLDER / "longer.idx", lengths_of_job)
-    words = f"{JOB} --seq-length {WINDOW * LONGER} --data-path {FOLDER}/longer"
-    outputs = ["--json", f"{FOLDER}/analyze.json", "--html", f"{FOLDER}/analyze.html"]
-    command = [sys.executable, "-m", "megatron_wlb", "analyze", *outputs, *words.split()]
-    analysis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+def profile(device: str) -> None:
+    """Measure the times of the model's kernels and matrices on this machine."""
+    words = f"profile --device {device} --quick --output {FOLDER}/profile.json {SHAPE} --num-layers 2"
+    done = subprocess.run([sys.executable, "-m", "megatron_wlb", *words.split()], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"demo: profile failed:\n{done.stderr}")
 
-    def verdict() -> str:
+
+def predict(folder: Path, data: str, ranks: int) -> Callable[[], float]:
+    """Begin to analyse a run; tokens a second over Megatron, documents apart, when they are there."""
+    command = ["torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py", *arguments("wlb", folder, data, ranks)]
+    outputs = ["--json", f"{folder}/analyze.json", "--html", f"{folder}/analyze.html"]
+    words = [sys.executable, "-m", "megatron_wlb", "analyze", *outputs, "--", *command]
+    analysis = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+
+    def value() -> float:
         if analysis.wait():
             sys.exit("demo: analyze failed")
-        return str(json.loads((FOLDER / "analyze.json").read_text())["headline"])
+        return float(json.loads((folder / "analyze.json").read_text())["schemes"]["ours"]["speedup"])
 
-    return verdict
+    return value
 
 
-def compare(data: str, ranks: int) -> None:
+def compare(folder: Path, data: str, ranks: int, steps: int, *save: str) -> None:
     """Train both ways by turns and print every step; then kill all processes, in the middle of a step of --wlb."""
-    # Idle: waiting and exchange, of the time of a step.
-    print(f"{'step':>4}{'plain s':>9}{'--wlb s':>9}{'ratio':>7}{'loss':>8} =  loss{'idle':>8} -> idle{'left':>8}")
+    print(
+        f"{'step':>4}{'Megatron':>10}{'--wlb':>8}{'loss':>8}    loss{'waiting':>10}  waiting{'so far':>14}{'left':>8}"
+    )
     turns, began = Turns(ranks), time.monotonic()
     with ExitStack() as stack:
         readers: list[Any] = []
         for name in WAYS:
-            save = ["--save", f"{FOLDER}/checkpoint", "--save-interval", str(SAVED)] if name == "--wlb" else []
-            argv = arguments(name, data, ranks, *save)
-            readers += stack.enter_context(started(name, argv, ranks, turns))
+            argv = arguments(name, folder, data, ranks, *(save if name == "wlb" else ()))
+            readers += stack.enter_context(started(name, folder, argv, ranks, turns))
         done, said = 0, time.monotonic()
-        while done < STEPS:
+        while done < steps:
             if time.monotonic() - said > SILENCE_SECONDS:
                 said = time.monotonic()
                 print(f"{done + 1:4} ...", flush=True)
-            both = [read(name) for name in WAYS]
+            both = [read(name, folder) for name in WAYS]
             if min(map(len, both)) > done:
                 began = began if done else time.monotonic()
                 done += 1
-                left = (time.monotonic() - began) / max(1, done - 1) * (STEPS - done)
-                print(row(*(steps[done - 1] for steps in both), left), flush=True)
+                left = (time.monotonic() - began) / max(1, done - 1) * (steps - done)
+                print(row(*(of[:done] for of in both), left), flush=True)
                 said = time.monotonic()
             elif failed := mp.connection.wait(readers, 0.1):
                 worlds.collect(failed, time.monotonic())
-                raise RuntimeError(f"training ended early; its output is in {FOLDER}/*.txt")
+                raise RuntimeError(f"training ended early; its output is in {folder}/*.txt")
 
 
-def row(plain: Step, ours: Step, left: float) -> str:
-    """A line of the table."""
-    (seconds, idle), (of_ours, less) = ((s["step_ms"] / 1e3, 1 - s["measured"]["busy"]) for s in (plain, ours))
+def row(plain: list[Step], ours: list[Step], left: float) -> str:
+    """A line of the table: the last step of both, and the ratio of all but those that warm up."""
+    a, b = plain[-1], ours[-1]
+    (seconds, idle), (of_ours, less) = ((s["step_ms"] / 1e3, 1 - s["measured"]["busy"]) for s in (a, b))
+    value, error = report.ratio(plain[WARM:], ours[WARM:]) if len(plain) > WARM else (math.nan, math.nan)
+    so_far = "" if math.isnan(value) else f"{value:.2f}" + ("" if math.isnan(error) else f" ± {error:.2f}")
+    same = "=" if math.isclose(a["loss"], b["loss"], rel_tol=1e-5) else "≠"
     return (
-        f"{plain['step']:4}{seconds:9.2f}{of_ours:9.2f}{report.ratio([plain], [ours])[0]:7.2f}{plain['loss']:8.3f} ="
-        f" {ours['loss']:.3f}{idle:7.0%} -> {less:4.0%}{left:6.0f} s"
+        f"{a['step']:4}{seconds:8.2f} s{of_ours:6.2f} s{a['loss']:8.3f}  {same} {b['loss']:.3f}"
+        f"{idle:10.0%} -> {less:5.0%}{so_far:>14}{left:6.0f} s"
     )
 
 
-def started(name: str, argv: list[str], ranks: int, turns: Turns | None) -> Any:
+def started(name: str, folder: Path, argv: list[str], ranks: int, turns: Turns | None) -> Any:
     """The processes of a way."""
-    return worlds.world(train, ranks, name, argv, turns, backend="nccl" if torch.cuda.is_available() else "gloo")
+    return worlds.world(
+        train, ranks, name, folder, argv, turns, backend="nccl" if torch.cuda.is_available() else "gloo"
+    )
 
 
 def resume(data: str, ranks: int) -> str:
     """Resume the killed run; whether its steps are equal to those before it was killed, in a sentence."""
-    before = {step["step"]: step for step in read("--wlb")}
-    argv = arguments("--wlb", data, ranks, "--load", f"{FOLDER}/checkpoint")
-    with started("--wlb", argv, ranks, None) as readers:
+    before = {step["step"]: step for step in read("wlb")}
+    argv = arguments("wlb", FOLDER, data, ranks, "--load", f"{FOLDER}/checkpoint")
+    with started("wlb", FOLDER, argv, ranks, None) as readers:
         worlds.collect(readers, time.monotonic() + worlds.HANGS_SECONDS)
-    after = read("--wlb")[len(before) :]
+    after = read("wlb")[len(before) :]
     for step in after[: len(before) - SAVED]:
         for key in ("loss", "plan", "tokens", "lengths"):
             if step[key] != (was := before[step["step"]])[key]:

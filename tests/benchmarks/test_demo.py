@@ -23,7 +23,7 @@ def test_a_ratio_is_of_tokens_a_second_and_noise_that_hits_both_cancels():
 
 @pytest.mark.full
 def test_the_demo(tmp_path):
-    changed = "run.STEPS, run.SAVED, run.WINDOW, run.LONGER = 5, 3, 512, 128"
+    changed = "run.STEPS, run.SAVED, run.WINDOW, run.ALIKE_STEPS = 5, 3, 512, 4"
     program = f"from scripts.demo import run; {changed}; run.main()"
     command = [sys.executable, "-c", program]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
