@@ -159,16 +159,11 @@ def goals(rows: list[Row]) -> list[results.Goal]:
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "seeds": lambda r: str(len(r["seeds"])),
     "to original, %": lambda r: _with_error(r, "difference"),
-    "its deviation": lambda r: "" if r["difference_std"] is None else f"{r['difference_std']:.2f}",
     "long documents, %": lambda r: _with_error(r, "difference_long"),
-    "steps": lambda r: f"{r['optimizer_steps']:.0f}",
     "imbalance": lambda r: f"{r['imbalance']:.3f}",
     "delay: mean, p99, largest": lambda r: f"{r['late_steps']:.2f}, {r['p99_delay_steps']}, {r['max_delay_steps']}",
-    "token CV": lambda r: f"{r['token_cv']:.3f}",
-    "long share": lambda r: f"{r['long_share_mean']:.2f} ± {r['long_share_std']:.2f}",
-    "with tokens": lambda r: f"{r['long_share_with_tokens']:z.2f}",
-    "gradient norm": lambda r: f"{r['gradient_norm_mean']:.3f}",
-    "its variance": lambda r: f"{r['gradient_norm_variance']:.2e}",
+    "tokens per step, CV": lambda r: f"{r['token_cv']:.3f}",
+    "correlation of long share and tokens": lambda r: f"{r['long_share_with_tokens']:z.2f}",
 }
 
 

@@ -34,12 +34,12 @@ def pages() -> dict[Path, str]:
         ("docs/performance", "published", published()),
         ("docs/convergence", "results", convergence()),
         ("docs/recipes", "table", recipes()),
-        ("docs/paper", "checks", checks()),
         (tables, "limit", limit()),
         (tables, "goals", goals()),
         (tables, "attention", cp_attention()),
         (tables, "rows", cp_rows()),
         (tables, "layers", cp_layers()),
+        (tables, "checks", checks()),
         (tables, "result", paper()),
     )
     for place, name, part in parts:

@@ -20,7 +20,7 @@ from tests.adapter.training import MOE, _merge, _set_parameters, _shards, entrie
 from tests.worlds import run_world
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("megatron-bridge is not installed; docs/bridge.md says how", allow_module_level=True)
+    pytest.skip("megatron-bridge is not installed; docs/integrations.md says how", allow_module_level=True)
 
 
 class _Named(type):
