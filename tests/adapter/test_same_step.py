@@ -166,6 +166,15 @@ def test_one_curve(dataset, tmp_path):
     assert not list((tmp_path / "ckpt").glob("*.wlb.json"))
 
 
+def test_weights_trained_on_shorter_sequences(dataset, tmp_path):
+    """`--finetune` from them begins at the first sample, as Megatron's does."""
+    load = ["--load", str(tmp_path), "--finetune"]
+    train(1, dataset, *GENTLE.split(), *f"--seq-length 64 --save {tmp_path} --save-interval 2".split(), wlb=False)
+    theirs = train(1, dataset, *GENTLE.split(), *load, wlb=False)
+    compare(train(2, dataset, *GENTLE.split(), *load, *CP2.split()), theirs)
+    assert theirs["losses"][0] != train(1, dataset, *GENTLE.split(), "--train-iters", "1", wlb=False)["losses"][0]
+
+
 def digests(path):
     return re.findall(r"wlb step +(\d+) \| digest ([0-9a-f]{16})", path.read_text())
 

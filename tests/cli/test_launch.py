@@ -6,6 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_wlb.cli.launch import NOT_SIMULATED, read_command
 from megatron_wlb.job import Parallel
@@ -208,3 +209,15 @@ def test_only_analyze_takes_a_command(capsys):
     assert refusal(capsys, "compare", "run.jsonl", "--", "torchrun") == (
         "torchrun behind --: only analyze takes a run's command"
     )
+
+
+@pytest.mark.parametrize("name", ["pytorchjob", "skypilot"])
+def test_files_of_clouds_hold_a_command_that_is_served(name):
+    file = yaml.safe_load((ROOT / "scripts" / "cloud" / f"{name}.yaml").read_text())
+    replicas = file["spec"]["pytorchReplicaSpecs"]["Worker"] if name == "pytorchjob" else None
+    text = replicas["template"]["spec"]["containers"][0]["args"][0] if replicas else file["run"]
+    words = ["torchrun", *text.replace("\\\n", " ").split("torchrun", 1)[1].split()]
+    assert 8 == (replicas["replicas"] if replicas else file["num_nodes"])
+    typed = "--mock-data --vocab-size 32000 --num-gpus 64"
+    found, job, _ = described(typed, f"-- {' '.join(words[words.index('/opt/megatron_wlb/pretrain_gpt.py') :])}")
+    assert job.parallel == Parallel(tp=8, cp=2, pp=4, vpp=8) and not found.judged.refused
