@@ -2,8 +2,8 @@
 
 Megatron's way is its windows and schedule with the attention of `--wlb`, inside documents. (Its own attention over
 packed documents needs a GPU.) Both train the same tokens in every step, in other micro-batches, to the same loss. Two
-groups of processes, forks of one, take turns in every step, and which begins changes from step to step; so what else the
-machine does hits both. The prediction is by a profile of this machine, measured first.
+groups of processes, forks of one, take turns in every step, and which begins changes from step to step; so what else
+the machine does hits both. The prediction is by a profile of this machine, measured first.
 
 Documents are pieces of Python's standard library, byte by byte, of two lengths (`lengths`); a shorter run has documents
 that are all alike, where nothing can be gained. Two or more GPUs are used, which nobody has tried; one has nobody to

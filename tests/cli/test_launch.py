@@ -217,7 +217,7 @@ def test_files_of_clouds_hold_a_command_that_is_served(name):
     replicas = file["spec"]["pytorchReplicaSpecs"]["Worker"] if name == "pytorchjob" else None
     text = replicas["template"]["spec"]["containers"][0]["args"][0] if replicas else file["run"]
     words = ["torchrun", *text.replace("\\\n", " ").split("torchrun", 1)[1].split()]
-    assert 8 == (replicas["replicas"] if replicas else file["num_nodes"])
+    assert (replicas["replicas"] if replicas else file["num_nodes"]) == 8
     typed = "--mock-data --vocab-size 32000 --num-gpus 64"
     found, job, _ = described(typed, f"-- {' '.join(words[words.index('/opt/megatron_wlb/pretrain_gpt.py') :])}")
     assert job.parallel == Parallel(tp=8, cp=2, pp=4, vpp=8) and not found.judged.refused
