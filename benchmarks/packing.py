@@ -89,10 +89,8 @@ def quality(quick: bool) -> list[Row]:
     steps = 60 if quick else 300
     jobs = []
     for name, (lengths, window) in distributions(200_000 if quick else 900_000).items():
-        whole = not quick and name in ("F2", "dist_wlbllm")
-        for n in (4, 16, 64) if whole else (4,):
-            for s_max in (1.1, 1.25, 2.0) if whole else (1.25,):
-                jobs += [(name, lengths, window, n, s_max, *policy) for policy in policies(window).items()]
+        for n, s_max in MOST_DELAY if name == "F2" and not quick else ((4, 1.25),):
+            jobs += [(name, lengths, window, n, s_max, *policy) for policy in policies(window).items()]
     rows = []
     for name, lengths, window, n, s_max, label, packing in track(jobs, "packing", console=Console(stderr=True)):
         independent = not label.startswith(("Algorithm", "adaptive"))
