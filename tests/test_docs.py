@@ -61,6 +61,33 @@ def test_what_is_named_exists(page):
     assert set(re.findall(r"--wlb-[a-z][a-z-]*[a-z]", text)) <= FLAGS
 
 
+DIALECT = {
+    "semicolons in a chain": r";[^.;]*;",
+    "'what' as a noun": r"\b[Ww]hat (?!is (refused|set|the same)|changes|runs|if|would end|was tested|Megatron's would)",
+    "'that of'": r"\b(?:that|those) of\b",
+    "nobody as a subject": r"\b(?:[Nn]obody|[Nn]othing|[Ss]omebody) (?!(?:is|was|has) )",
+    "'alike', 'anew'": r"\b(?:alike|anew)\b",
+    "'go by' for 'follow'": r"\b(?:go|goes|went) by\b",
+    "'a' for 'per'": r"\b(?:tokens|micro-batches|windows|times) a (?:second|step|rank|GPU|pipeline|stage)\b",
+    "'has' for 'lists'": r"\.(?:md\)|json`) has\b",
+}
+"""Expressions of odd English, by name."""
+LEFT_OUT = re.compile(r"<!-- .*? -->.*?<!-- end of .*? -->|```.*?```|^    .*?$|^#.*?$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.stem)
+def test_plain_english(page):
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`", LEFT_OUT.sub("", page.read_text())))
+    found = [
+        f"{name}: {block[max(0, odd.start() - 60) : odd.end() + 40]}"
+        for block in (" ".join(part.split()) for part in re.split(r"\n\n|\n(?=\| |- |\d\. )", text))
+        for name, pattern in DIALECT.items()
+        if "semicolons" not in name or not block.startswith("|")
+        for odd in re.finditer(pattern, block)
+    ]
+    assert not found, "\n".join(found)
+
+
 def texts(source):
     """Every text in a Python file, in order, with … for the parts that are filled in."""
     for node in ast.walk(ast.parse(source.read_text())):
