@@ -63,7 +63,7 @@ def test_what_is_named_exists(page):
 
 DIALECT = {
     "semicolons in a chain": r";[^.;]*;",
-    "'what' as a noun": r"\b[Ww]hat (?!is (refused|set|the same)|changes|runs|if|would end|was tested|Megatron's would)",
+    "'what' as a noun": r"\b[Ww]hat (?!is (refused|set|the same)|changes|runs|if|would end|was tested|Megatron's)",
     "'that of'": r"\b(?:that|those) of\b",
     "nobody as a subject": r"\b(?:[Nn]obody|[Nn]othing|[Ss]omebody) (?!(?:is|was|has) )",
     "'alike', 'anew'": r"\b(?:alike|anew)\b",
