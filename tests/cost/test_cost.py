@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import exposed_exchange
+from megatron_wlb.cost.linear import token_exchange
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
@@ -99,6 +100,21 @@ def test_all_rows_are_gathered_before_attention_if_asked():
     assert np.array(exposed_exchange(saved, rows, none)) == pytest.approx(np.array([gather, scatter]))
     alone = job(cp_exchange="all", profile=MEASURED)
     assert not np.array(exposed_exchange(alone, rows, none)).any()
+
+
+@pytest.mark.parametrize(("tp", "etp"), [(1, 1), (2, 2), (2, 1)])
+def test_rows_travel_to_their_experts_and_back_by_hand(tp, etp):
+    """One of eight rows is of the rank's own experts; before and after, a row is copied from one order to another."""
+    model = replace(LLAMA2_7B, moe_router_topk=2)
+    given = job(model=model, tp=tp, etp=etp, dp=8, ep=8, num_micro_batches=8, profile=MEASURED)
+    tokens, row = np.array([4096.0, 0.0]), 2 * 4096
+    latency, byte = NETWORK.all_to_all(Group(size=8, stride=etp))
+    sent = tokens / tp * 2 * row
+    expected = 2 * (1 + 2) * row * tokens / tp / 2700e3 + 2 * (latency + sent * byte * 7 / 8)
+    for name in ("all_gather", "reduce_scatter"):
+        expected = expected + NETWORK.collective(name, sent * etp, Group(size=etp, stride=1))
+    assert token_exchange(given, tokens) == pytest.approx(expected)
+    assert not token_exchange(job(model=LLAMA2_7B, profile=MEASURED), tokens).any()
 
 
 def test_work_is_exact_and_at_the_crossover_attention_costs_as_much_as_the_rest():

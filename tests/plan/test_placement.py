@@ -13,6 +13,7 @@ from megatron_wlb import _native
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
+from megatron_wlb.plan import placement as plan_placement
 from megatron_wlb.plan.placement import order, paces, place, rank_cost
 from megatron_wlb.plan.step import plan_step
 from tests.jobs import job, packer
@@ -82,6 +83,16 @@ def test_placement_by_hand():
     # Sums are alike, largest are not: in a pipeline the 6 stands by the 1s.
     work = np.array([6, 5, 4, 3, 1, 1])
     assert place(work, job_of(work, 2, 8)).tolist() == [[0, 4, 5], [1, 2, 3]]
+
+
+def test_ranks_of_too_many_tokens_are_dealt_by_tokens():
+    """A rank may have half of six windows of 64 and of S_max: 292. By work 0, 1 and 4 are together."""
+    given, work = job(num_micro_batches=6, dp=2, max_tokens=200), np.array([10, 8, 9, 9, 1, 1])
+    for tokens, rows in (
+        ([160, 120, 50, 33, 12, 9], [[0, 1, 4], [2, 3, 5]]),
+        ([160, 120, 50, 32, 13, 9], [[0, 3, 4], [1, 2, 5]]),
+    ):
+        assert place(work, given, tokens=np.array(tokens)).tolist() == rows
 
 
 @given(
@@ -162,6 +173,23 @@ def test_order_is_the_best_of_few_and_close_to_it_of_many(pp, vpp):
             given = job_of(work, pp=pp, vpp=vpp)
             best = ending(work, permutations, given).min()
             assert ending(work, order(work, given), given)[0] <= within * best
+
+
+@pytest.mark.parametrize(
+    ("work", "pp", "shapes", "best"),
+    [
+        ([1, 1, 6, 3, 2, 7, 8], 4, 134, 131),
+        ([7, 9, 1, 2, 4, 6, 7], 4, 158, 156),
+        ([8, 7, 1, 4, 8, 5, 1], 2, 115, 113),
+    ],
+)
+def test_swaps_and_moves_find_the_best_order_where_shapes_do_not(work, pp, shapes, best):
+    """Of seven, which are over `EXHAUSTIVE`."""
+    work, given = np.array(work), job_of(work, pp=pp)
+    assert ending(work, list(itertools.permutations(range(7))), given).min() == best
+    assert ending(work, order(work, given), given) == best
+    with patch.object(plan_placement, "MOST_MOVED", 6):
+        assert ending(work, order(work, given), given) == shapes
 
 
 @pytest.mark.parametrize("spread", [0.05, 1.0, 3.0])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_wlb.cost.attention import sharding_kernel
+from megatron_wlb.hardware.network import Collective, Network
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
@@ -12,6 +13,11 @@ from megatron_wlb.sharding.select import divide, round_costs
 from tests import jobs
 
 SMALL = replace(MODELS["llama2-7b"], num_layers=8, padded_vocab_size=0)
+AT_ONCE = Collective(ranks=(2,), latency_us=(0.0,), gb_per_s=(np.inf,))
+FREE = Network(
+    name="free", all_gather=AT_ONCE, reduce_scatter=AT_ONCE, all_reduce=AT_ONCE, link_gb_per_s=np.inf, hop_us=0.0
+)
+"""Communication takes no time."""
 
 
 def job(**changes):

@@ -15,6 +15,7 @@ from megatron_wlb.simulate.memory import (
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
+    mlp_backward_bytes,
     most_kept,
     peak_bytes,
     step_peak_bytes,
@@ -110,6 +111,19 @@ def test_the_peak_adds_up():
     assert at(0, recompute=full) == 4096 * (8 * (12 * 2 * 12288 + rotary) + kept + more)
     uniform = replace(full, method="uniform", num_layers=4)
     assert at(0, recompute=uniform) == 4096 * (8 * (3 * 2 * 12288 + rotary) + 4 * kept + more)
+
+
+@pytest.mark.parametrize(("tp", "etp", "largest"), [(1, 1, 3), (4, 4, 12), (4, 1, 4)])
+def test_experts_hold_rows_as_sent_in_backward(tp, etp, largest):
+    """By hand, of top 3 with an activation of 5 values for every 2 of the hidden state."""
+    model = replace(GPT3_SHAPE, moe_router_topk=3, ffn_hidden_size=5 * 6144)
+    given = in_parallel(replace(GPT3, model=model), tp=tp, etp=etp, sequence_parallel=tp > 1)
+    row = 2 * 12288 / tp
+    # Gradients of the output, and of the rows as sent; and twice the largest: what experts are sent, once for each of
+    # their tensor-parallel ranks, or all rows of sequence-parallel ranks.
+    assert mlp_backward_bytes(given) == row * (1 + 3 + 2 * largest)
+    dropped = replace(given, recompute=Recompute(granularity="selective", modules=("moe_act",)))
+    assert mlp_backward_bytes(dropped) - mlp_backward_bytes(given) == row * 5 / 2
 
 
 def test_offloaded_layers_are_not_counted():

@@ -13,7 +13,7 @@ from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.simulate.passes import crossover, pass_times, synchronised
 from tests.reference.sharding import rank_work
-from tests.simulate.shards import SMALL, job, shards_of
+from tests.simulate.shards import FREE, SMALL, job, shards_of
 
 NETWORK = load_profile("h100-fa2").network
 HALF_WAVE = 132 * 128 * 128 / 2
@@ -170,6 +170,31 @@ def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
     assert replace(model, mtp_num_layers=2).token_weights == pytest.approx(
         model.layer_weights + (3 * 32000 * 4096 + 2 * 2 * 4096**2) / 6, abs=1
     )
+
+
+@pytest.mark.parametrize("vocabulary", [512, 1 << 17])
+def test_tensor_parallel_ranks_exchange_rows_at_both_ends_of_the_pipeline(vocabulary):
+    """By hand: the embedding scatters, an output layer gathers, a joining matrix gathers both that it joins."""
+    model = replace(SMALL, padded_vocab_size=vocabulary, mtp_num_layers=2)
+    tokens, hidden, ends = 65536, 4096, []
+    for network in (NETWORK, FREE):
+        given = job(model=model, tp=8, pp=2, profile=replace(load_profile("h100-fa2"), network=network))
+        passes = pass_times(given, shards_of(given, [[tokens]]))
+        in_layers = [given.layers()[:, :, None] * layer.total for layer in passes.layers]
+        ends.append([each - layers for each, layers in zip((passes.forward, passes.backward), in_layers, strict=True)])
+    forward, backward = (exchanged - free for exchanged, free in zip(*ends, strict=True))
+    gather, scatter = (
+        NETWORK.collective(name, tokens * hidden * 2, Group(size=8, stride=1))
+        for name in ("all_gather", "reduce_scatter")
+    )
+    # The large output layer takes so long that backward hides all that it exchanges, the small one no more than this.
+    wide = vocabulary / 8
+    hidden_us = min(gather, 2 * (tokens * hidden + HALF_WAVE) * wide / 576e6 + 3)
+    hidden_us += min(scatter, 2 * (wide * hidden + HALF_WAVE) * tokens / 576e6 + 3)
+    assert forward[0, 0] == pytest.approx(scatter)
+    assert forward[1, 0] == pytest.approx(3 * gather + 2 * (3 * gather + scatter))
+    assert backward[0, 0] == pytest.approx(gather)
+    assert backward[1, 0] == pytest.approx(3 * (gather + scatter - hidden_us) + 2 * (2 * gather + 2 * scatter))
 
 
 def test_tiles_overlap_by_themselves_and_cost_their_starts():

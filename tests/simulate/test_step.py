@@ -10,16 +10,12 @@ from hypothesis import strategies as st
 
 from benchmarks.metrics import balanced_time
 from megatron_wlb.documents import document_work
-from megatron_wlb.hardware.network import Collective, Network
+from megatron_wlb.hardware.network import H100_NETWORK, Group
 from megatron_wlb.hardware.profile import load_profile
-from megatron_wlb.simulate.step import breakdown, simulate_step, trace_of
-from tests.simulate.shards import JOBS, SMALL, job, shards_of
-
-AT_ONCE = Collective(ranks=(2,), latency_us=(0.0,), gb_per_s=(np.inf,))
-FREE = Network(
-    name="free", all_gather=AT_ONCE, reduce_scatter=AT_ONCE, all_reduce=AT_ONCE, link_gb_per_s=np.inf, hop_us=0.0
-)
-"""Communication takes no time."""
+from megatron_wlb.pipeline.split import Split
+from megatron_wlb.simulate.passes import pass_times
+from megatron_wlb.simulate.step import breakdown, simulate_step, step_of, trace_of
+from tests.simulate.shards import FREE, JOBS, SMALL, job, shards_of
 
 
 @pytest.mark.parametrize(("vpp", "micro_batches"), [(1, 7), (2, 8)])
@@ -35,6 +31,31 @@ def test_uniform_work_takes_the_closed_form(vpp, micro_batches):
     assert lost.bubble == pytest.approx(3 * both)
     assert [lost.imbalance, lost.dp_wait, lost.cp_wait] == pytest.approx([0, 0, 0], abs=1e-6)
     assert balanced_time(step) == pytest.approx(step.time)
+
+
+@pytest.mark.parametrize("backward", [100.0, 1e5])
+def test_gradients_and_the_optimizer_by_hand(backward):
+    """Six of eight layers are on the last stage, which ends 4 us before the first one's `backward`."""
+    profile = replace(load_profile("h100-fa2"), dp_overlap=0.75)
+    one = job(pp=2, dp=2, split=Split(decoder_first_pipeline_num_layers=2), profile=profile)
+    shards = [shards_of(one, [[100]])] * 2
+    passes = pass_times(one, shards[0])
+    given = (
+        replace(passes, backward=np.array(each)[:, None, None], transfer=0.0) for each in ([backward, 5.0], [1.0, 9.0])
+    )
+    step = step_of(one, shards, [*given])
+    weights = np.array([2, 6]) * (4 * 4096**2 + 3 * 4096 * 11008)
+    reduce, gather = (
+        H100_NETWORK.collective(name, size * weights, Group(size=2, stride=1)) / 4
+        for name, size in (("reduce_scatter", 4), ("all_gather", 2))
+    )
+    assert step.gradients == pytest.approx(max(reduce[0], reduce[1] - (backward - 4)))
+    # Of its half of the weights a rank reads and writes two moments and weights in fp32, reads their gradient, and
+    # writes bf16.
+    assert step.optimizer == pytest.approx(weights[1] / 2 * (3 * 8 + 4 + 2) / 2700e3)
+    assert step.parameters == pytest.approx(gather[1])
+    end = step.passes[0].forward.sum() + 5 + backward
+    assert step.time == pytest.approx(end + step.gradients + step.optimizer + step.parameters)
 
 
 @given(st.sampled_from(JOBS), st.data())
