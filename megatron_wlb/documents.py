@@ -148,6 +148,14 @@ class ShardPlan:
     shares: tuple[float, ...] = ()
     """Bounds from 0 to 1 of the `Share`s in which keys of other ranks arrive; (): all at once."""
 
+    def __str__(self) -> str:
+        """A line for every rank, with `document[start:stop]` of the segments of its calls."""
+
+        def words(call: np.ndarray) -> str:
+            return " ".join(f"{document}[{start}:{stop}]" for document, start, stop in call.tolist())
+
+        return "\n".join(" | ".join(map(words, shard.calls)) for shard in self.shards)
+
     @property
     def rounds(self) -> tuple[Round, ...]:
         """The order in which attention runs; K and V of a round travel while the round before computes."""

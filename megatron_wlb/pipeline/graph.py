@@ -19,6 +19,9 @@ from megatron_wlb.pipeline.schedule import Schedule
 
 NONE = -1
 """No node: the beginning of the step."""
+PASS, TRANSFER, RESUME = range(3)
+"""Kinds of nodes: a pass, the transfer of its result, and the point where its stage goes on. Of n passes, pass i
+(numbered as in `Timeline`) has the nodes PASS * n + i, TRANSFER * n + i and RESUME * n + i."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,7 @@ class Graph:
     """Nodes in topological order, which does not depend on their times."""
 
     nodes: np.ndarray
-    """int64 [n]: with n passes, 0 <= i < n is a pass (numbered as in `Timeline`), n + i its transfer, 2n + i the point
-    where its stage goes on."""
+    """int64 [nodes]: kind and pass in one number, see `PASS`."""
     first: np.ndarray
     second: np.ndarray
 
@@ -43,13 +45,15 @@ def graph_of(schedule: Schedule) -> Graph:
     else:
         waits = (_hidden if schedule.overlap_transfers else _interleaved)(schedule, chains)
     first[:num], second[:num] = waits.arrival, np.where(chains.before != NONE, waits.after[chains.before], NONE)
-    first[num + senders], second[num + senders] = senders, waits.ready
+    sent = TRANSFER * num + senders
+    first[sent], second[sent] = senders, waits.ready
     joins = np.flatnonzero(waits.extra != NONE)
-    first[2 * num + joins], second[2 * num + joins] = waits.sync[joins], waits.extra[joins]
+    resumes = RESUME * num + joins
+    first[resumes], second[resumes] = waits.sync[joins], waits.extra[joins]
 
     keys = np.concatenate((4 * chains.keys, 4 * chains.keys + 1, np.zeros(num, np.int64)))
-    keys[2 * num + joins] = np.maximum(keys[waits.sync[joins]], keys[waits.extra[joins]]) + 1
-    nodes = np.concatenate((np.arange(num), num + senders, 2 * num + joins))
+    keys[resumes] = np.maximum(keys[waits.sync[joins]], keys[waits.extra[joins]]) + 1
+    nodes = np.concatenate((PASS * num + np.arange(num), sent, resumes))
     nodes = nodes[np.argsort(keys[nodes].astype(np.int32))]
     place = np.zeros(3 * num + 1, np.int64)  # place[NONE] is the beginning of the step
     place[nodes] = 1 + np.arange(len(nodes))
@@ -148,13 +152,13 @@ class _Waits:
     def after(self) -> np.ndarray:
         """The point where the stage goes on: a node of its own only if it waits for two."""
         num = len(self.sync)
-        return np.where(self.extra == NONE, self.sync, 2 * num + np.arange(num))
+        return np.where(self.extra == NONE, self.sync, RESUME * num + np.arange(num))
 
 
 def _plain(chains: _Chains) -> _Waits:
     num, senders, receivers = chains.ids.size, chains.senders, chains.receivers
     arrival, sync = np.full(num, NONE), np.arange(num)
-    arrival[receivers], sync[senders] = num + senders, num + senders
+    arrival[receivers] = sync[senders] = TRANSFER * num + senders
     previous = chains.before[receivers]
     # Two passes of the same direction: first a send, then a receive. Otherwise both at once.
     backward = np.arange(num) >= chains.ids[0].size
@@ -172,23 +176,23 @@ def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
     slot = turn[senders] + np.where(corner, stages - 1, -1)
     posted = np.where(slot >= 0, by_turn[direction[receivers], stage[receivers], slot], NONE)
     received = np.full(num, NONE)
-    received[posted[slot >= 0]] = num + senders[slot >= 0]
+    received[posted[slot >= 0]] = TRANSFER * num + senders[slot >= 0]
 
     # After warm-up forward and cool-down backward, wait for both; after a steady backward, for the send of the one
     # before.
     sends = np.zeros(num, bool)
     sends[senders] = True
-    sync = np.where(sends & ((direction == 0) | ~steady), num + np.arange(num), np.arange(num))
+    sync = np.arange(num) + np.where(sends & ((direction == 0) | ~steady), TRANSFER, PASS) * num
     extra = np.where(steady, NONE, received)
     late, now = by_turn[1:, :, :-1].ravel(), by_turn[1:, :, 1:].ravel()
     late, now = late[sends[late] & steady[now]], now[sends[late] & steady[now]]
-    extra[now] = num + late
+    extra[now] = TRANSFER * num + late
 
     # What was received in steady state is waited for by the pass that takes it, but around the corner in the order of
     # the receives.
     arrival = np.full(num, NONE)
     ahead = ~corner & ((slot < 0) | steady[posted])
-    arrival[receivers[ahead]] = num + senders[ahead]
+    arrival[receivers[ahead]] = TRANSFER * num + senders[ahead]
     _around_the_corner(arrival, received, by_turn, steady, receivers)
 
     # The first gradient is received after the warm-up: ahead, or at once if there is nothing else to do.
@@ -198,7 +202,7 @@ def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
     idle = warm_up[stage[receivers[first]]] == total
     posted[first] = np.where(idle, sync[last], waits.after[last])
     arrival[receivers[first[idle]]] = NONE
-    extra[last[idle]] = num + senders[first[idle]]
+    extra[last[idle]] = TRANSFER * num + senders[first[idle]]
     return waits
 
 
@@ -212,14 +216,14 @@ def _hidden(schedule: Schedule, chains: _Chains) -> _Waits:
 
     # A pass before which the next one's input is received begins when its own has arrived.
     arrival, extra = np.full(num, NONE), np.full(num, NONE)
-    arrival[receivers[~corner]] = num + senders[~corner]
+    arrival[receivers[~corner]] = TRANSFER * num + senders[~corner]
     previous = np.where(turn > 0, by_turn[direction, stage, turn - 1], NONE)
     early = ~corner & (previous[receivers] != NONE) & ~steady[previous[receivers]]
     begins = previous[receivers[early]]
     after = before[begins]
     extra[after[after != NONE]] = arrival[begins[after != NONE]]
     ready = previous[receivers]
-    ready[early] = np.where(after == NONE, arrival[begins], 2 * num + after)
+    ready[early] = np.where(after == NONE, arrival[begins], RESUME * num + after)
     first = np.flatnonzero(~corner & (ready == NONE) & (direction[receivers] == 1))
     of_first = stage[receivers[first]]
     ready[first] = by_turn[0, of_first, warm_up[of_first] - 1]
@@ -228,7 +232,7 @@ def _hidden(schedule: Schedule, chains: _Chains) -> _Waits:
     sent, got = senders[corner], receivers[corner]
     ready[corner] = by_turn[direction[got], stage[got], turn[sent] + schedule.num_stages - 1]
     received = np.full(num, NONE)
-    received[ready[corner]] = num + sent
+    received[ready[corner]] = TRANSFER * num + sent
     _around_the_corner(arrival, received, by_turn, np.ones(num, bool), receivers)
     return _Waits(arrival=arrival, sync=np.arange(num), extra=extra, ready=ready)
 

@@ -25,7 +25,9 @@ class Schedule:
     def __post_init__(self) -> None:
         stages, count = self.num_stages, self.micro_batches_per_rank
         if min(stages, count, self.num_chunks) < 1:
-            raise ValueError(f"a pipeline has at least one stage, chunk and micro-batch, not {self}; give one of each")
+            raise ValueError(
+                f"a pipeline has {stages} stages, {self.num_chunks} chunks, {count} micro-batches; give one of each"
+            )
         if self.num_chunks == 1:
             return
         if stages == 1:
@@ -42,6 +44,14 @@ class Schedule:
                 f"{count} micro-batches of a data-parallel rank cannot be interleaved over {stages} pipeline stages in "
                 f"groups of {self.group}; give {' or '.join(map(str, nearest))}"
             )
+
+    def __str__(self) -> str:
+        """The passes of every stage, a line each: "F0 F1 B0 F2 ..." of micro-batches, "F0.1" in chunk 1 of several."""
+
+        def name(backward: bool, chunk: int, micro_batch: int) -> str:
+            return f"{'FB'[backward]}{micro_batch}" + f".{chunk}" * (self.num_chunks > 1)
+
+        return "\n".join(" ".join(name(*op) for op in self.ops(stage).tolist()) for stage in range(self.num_stages))
 
     @property
     def group(self) -> int:

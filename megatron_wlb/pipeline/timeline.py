@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 import megatron_wlb._native as _native
-from megatron_wlb.pipeline.graph import graph_of, passes_of
+from megatron_wlb.pipeline.graph import PASS, graph_of, passes_of
 from megatron_wlb.pipeline.schedule import Schedule
 
 
@@ -89,6 +89,6 @@ def run(schedule: Schedule, forward: np.ndarray, backward: np.ndarray, transfer:
     times = np.concatenate((work.ravel(), moves.ravel(), np.zeros(work.size)))[graph.nodes]
     ends = _native.node_ends(graph.first, graph.second, times)
     begins = np.maximum(ends[graph.first], ends[graph.second])
-    passes, start, end = np.flatnonzero(graph.nodes < work.size), np.empty(shape), np.empty(shape)
+    passes, start, end = np.flatnonzero(graph.nodes // work.size == PASS), np.empty(shape), np.empty(shape)
     start.ravel()[graph.nodes[passes]], end.ravel()[graph.nodes[passes]] = begins[passes], ends[1 + passes]
     return Timeline(schedule=schedule, start=start, end=end)

@@ -68,6 +68,12 @@ class StepPlan:
     counted: np.ndarray | None = None
     """What `Planner`'s `count` returned."""
 
+    def __str__(self) -> str:
+        """A line for the step, and one for each micro-batch of this rank."""
+        first = f"step {self.step}: {self.tokens} tokens in micro-batches of work {_words(self.work)}"
+        lines = (f"{_words(m.documents['length'])} tokens, {m.shards.strategy}" for m in self.micro_batches)
+        return "\n".join((first, *lines))
+
     @property
     def step(self) -> int:
         return self.packed.step
@@ -150,6 +156,10 @@ def _placed(
     if rows is None or tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
         rows = placement.place(work, job, experts, tokens)
     return rows, placement.paces(work[rows], experts[rows], job)
+
+
+def _words(numbers: np.ndarray) -> str:
+    return " ".join(map(str, numbers.tolist()))
 
 
 def _agreed(micro_batch: MicroBatchPlan) -> list[Any]:

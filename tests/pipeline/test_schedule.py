@@ -20,8 +20,18 @@ def test_every_stage_runs_upstreams_passes_in_upstreams_order(schedule):
         assert [(int(b), c, m) for b, c, m in schedule.ops(stage).tolist()] == passes
 
 
+def test_a_schedule_prints_a_stage_a_line():
+    plain = "F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"
+    assert str(Schedule(num_stages=3, micro_batches_per_rank=4)) == "\n".join(plain)
+    interleaved = (
+        "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
+        "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
+    )
+    assert str(Schedule(num_stages=2, num_chunks=2, micro_batches_per_rank=4, group_size=2)) == "\n".join(interleaved)
+
+
 def test_refuses_what_upstream_refuses():
-    with pytest.raises(ValueError, match="at least one stage"):
+    with pytest.raises(ValueError, match="2 stages, 1 chunks, 0 micro-batches; give one of each"):
         Schedule(num_stages=2, micro_batches_per_rank=0)
     with pytest.raises(ValueError, match="2 model chunks need at least 2 pipeline stages"):
         Schedule(num_stages=1, num_chunks=2, micro_batches_per_rank=4)

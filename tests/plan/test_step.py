@@ -79,6 +79,20 @@ def test_a_step_may_have_another_number_of_micro_batches():
         assert step_cost(packed.batch, described) > 0
 
 
+def test_a_plan_prints_a_micro_batch_a_line_and_its_shards_a_rank_a_line():
+    described = job(dp=2, cp=2, cp_sharding="per-document")
+    plan = plan_step(packer(described, [64, 40, 24, 30, 34, 10, 54, 1], seed=None), described)
+    assert str(plan).splitlines() == [
+        "step 0: 256 tokens in micro-batches of work 6144 3588 5064 4740",  # 64 * (64 + 32), 24 * 56 + 34 * 66, ...
+        "64 tokens, per-document",
+        "24 34 tokens, per-document",
+    ]
+    assert str(plan.micro_batches[1].shards).splitlines() == [
+        " | 0[0:6] 1[0:9] | 0[18:24] 1[26:34] 2[1:2]",  # the third document is padding, to a multiple of 4
+        " | 0[6:12] 1[9:18] | 0[12:18] 1[18:26] 2[0:1]",
+    ]
+
+
 def planner():
     return Planner(packer_of(job()), job(), 0, first_step=0)
 
