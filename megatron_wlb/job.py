@@ -209,6 +209,23 @@ class Job:
         for name in ("context_length", "global_batch_size", "num_micro_batches", "crossover_tokens", "row_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        self._check_offloading()
+        self._check_tokens()
+        self._check_micro_batches()
+        self._check_packing()
+        # Upper bound of a step: all passes of all stages run one after the other.
+        passes = 3 * self.num_micro_batches * self.parallel.pp * self.parallel.vpp
+        if passes * self.max_tokens * (self.context_length + self.crossover_tokens) >= 1 << 63:
+            raise ValueError(
+                f"the work of {self.num_micro_batches} micro-batches of {self.max_tokens} tokens at a crossover of "
+                f"{self.crossover_tokens} overflows 64 bits; lower one of them"
+            )
+        if self.cp_exchange not in CP_EXCHANGES:
+            raise ValueError(f"cp_exchange is {self.cp_exchange!r}; choose one of {', '.join(CP_EXCHANGES)}")
+        if self.cp_exchange == "latents" and not self.model.kv_lora_rank:
+            raise ValueError("cp_exchange is 'latents', and the model has none; choose another")
+
+    def _check_offloading(self) -> None:
         if not 0 <= self.offloaded_layers < self.model.num_layers:
             raise ValueError(
                 f"offloaded_layers is {self.offloaded_layers}; it must be less than {self.model.num_layers}, all layers"
@@ -218,7 +235,9 @@ class Job:
                 f"offloaded_layers is {self.offloaded_layers}; Megatron offloads neither with pipeline stages nor "
                 "with recomputation; leave one of them out"
             )
-        unit, dp, count = self.unit_tokens, self.parallel.dp, self.num_micro_batches
+
+    def _check_tokens(self) -> None:
+        unit = self.unit_tokens
         for name, flag in (("context_length", "--seq-length"), ("max_tokens", "--wlb-max-tokens")):
             if getattr(self, name) % unit:
                 raise ValueError(
@@ -233,6 +252,9 @@ class Job:
                 f"max_tokens (--wlb-max-tokens) is {self.max_tokens}; it must be from {self.least_max_tokens}, "
                 f"{least}, to {MAX_TOKENS}"
             )
+
+    def _check_micro_batches(self) -> None:
+        dp, count = self.parallel.dp, self.num_micro_batches
         flag = "" if count == self.global_batch_size else " (--wlb-micro-batches)"
         if count % dp:
             raise ValueError(
@@ -248,6 +270,9 @@ class Job:
                 f"{stages} pipeline stages in groups of {group}; give {' or '.join(str(n * dp) for n in nearest)}{flag}"
             )
         self.schedule()
+
+    def _check_packing(self) -> None:
+        count = self.num_micro_batches
         if self.packing.fixed_length and count != self.global_batch_size:
             raise ValueError(
                 f"{count} micro-batches for {self.global_batch_size} windows a step: those of {self.packing.name} "
@@ -258,17 +283,6 @@ class Job:
                 f"whole documents (--wlb-documents) do not fit the windows of {self.packing.name} packing; choose "
                 "adaptive or wlb"
             )
-        # Upper bound of a step: all passes of all stages run one after the other.
-        passes = 3 * count * self.parallel.pp * self.parallel.vpp
-        if passes * self.max_tokens * (self.context_length + self.crossover_tokens) >= 1 << 63:
-            raise ValueError(
-                f"the work of {count} micro-batches of {self.max_tokens} tokens at a crossover of "
-                f"{self.crossover_tokens} overflows 64 bits; lower one of them"
-            )
-        if self.cp_exchange not in CP_EXCHANGES:
-            raise ValueError(f"cp_exchange is {self.cp_exchange!r}; choose one of {', '.join(CP_EXCHANGES)}")
-        if self.cp_exchange == "latents" and not self.model.kv_lora_rank:
-            raise ValueError("cp_exchange is 'latents', and the model has none; choose another")
 
     @property
     def unit_tokens(self) -> int:

@@ -31,6 +31,7 @@ from megatron_wlb.cli.launch import read_command, read_log
 from megatron_wlb.cli.main import Parser, in_one_line
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import MegatronArguments, parallel_of
+from megatron_wlb.job import Parallel
 from rehearsal.build import transformer_engine
 from rehearsal.run import chosen, matched, rehearse, verdict
 from rehearsal.task import GPUS, Task
@@ -74,11 +75,7 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
     arguments = MegatronArguments.of({"world_size": launched.world_size} | stated)
     parallel = parallel_of(arguments)
     script, flags = _script(command, wlb)
-    if arguments.transformer_impl == "transformer_engine" and not transformer_engine():
-        raise ValueError(
-            "the job's layers are TransformerEngine's, which is not installed with its extension of torch; "
-            "docs/rehearse.md says how; or add --transformer-impl local"
-        )
+    _check_layers(arguments)
     modelled = wlb and not (arguments.fp8 or arguments.fp4)
     if wlb and not modelled:
         notes.append("Predicted is the memory of bf16, not of FP8 or FP4.")
@@ -99,16 +96,13 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
         vocab_size=arguments.padded_vocab_size or arguments.vocab_size or vocabulary(arguments, notes),
         mock_data=mocks,
     )
-    whole = args.ranks == "all"
-    ranks = matched(parallel) if whole else chosen(parallel)
-    if args.ranks not in ("all", "auto"):
-        ranks = _ranks(args.ranks, task.world_size)
+    ranks = _ranks(args.ranks, parallel)
     with (
         writer(args.json, "--json") as file,
         writer(args.html, "--html") as page,
         progress(len(ranks) * args.steps, args.json, "rehearsing") as advance,
     ):
-        seen, wrong = rehearse(task, ranks, advance, whole)
+        seen, wrong = rehearse(task, ranks, advance, args.ranks == "all")
         said, remedy = verdict(seen, task, wrong, modelled=modelled)
         of_all = {"verdict": said, "remedy": remedy, "nccl": wrong, "gpu": gpu.name, "gpu_gib": gpu.gib}
         write_json(file, of_all | {"ranks": [{k: v for k, v in rank.items() if k != "passes"} for rank in seen]})
@@ -128,6 +122,14 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
     for note in notes:
         print(f"- {note}", file=sys.stderr)
     return 0 if said == "fits" else 1
+
+
+def _check_layers(arguments: MegatronArguments) -> None:
+    if arguments.transformer_impl == "transformer_engine" and not transformer_engine():
+        raise ValueError(
+            "the job's layers are TransformerEngine's, which is not installed with its extension of torch; "
+            "docs/rehearse.md says how; or add --transformer-impl local"
+        )
 
 
 def _waits(seen: list[dict[str, Any]]) -> Iterator[str]:
@@ -176,7 +178,10 @@ def _mocks(arguments: MegatronArguments, notes: list[str]) -> bool:
     return False
 
 
-def _ranks(text: str, world_size: int) -> list[int]:
+def _ranks(text: str, parallel: Parallel) -> list[int]:
+    if text in ("all", "auto"):
+        return matched(parallel) if text == "all" else chosen(parallel)
+    world_size = parallel.num_gpus
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) or not all(int(r) < world_size for r in text.split(",")):
         raise ValueError(f"--ranks {text[:40]} must be auto, all, or ranks below {world_size}, as 0,17")
     return sorted({int(r) for r in text.split(",")})
