@@ -55,7 +55,7 @@ def test_what_cannot_take_entries_is_found_beforehand(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"log", "data.bin"}
 
 
-def test_a_folder_that_takes_no_files_is_found_beforehand_where_files_are_to_be_made(tmp_path, monkeypatch):
+def test_a_folder_that_takes_no_files_is_found_beforehand(tmp_path, monkeypatch):
     def refused(**_):
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -82,7 +82,7 @@ def test_what_is_read_is_a_file_within_a_limit(make, message, tmp_path):
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o027, 0o002])
-def test_what_is_written_has_the_rights_of_the_umask_and_follows_no_link(mask, tmp_path):
+def test_what_is_written_follows_umask_and_no_link(mask, tmp_path):
     (tmp_path / "of another").write_text("kept")
     (tmp_path / "report").symlink_to(tmp_path / "of another")
     before = os.umask(mask)

@@ -76,7 +76,7 @@ def test_s_max_that_memory_limits():
         job(**sizes, budget_bytes=room, settings=PlanSettings(memory_budget=2**-10))  # the user's counts before ours
 
 
-def test_groups_are_as_many_as_stages_where_memory_has_no_room_for_longer_ones():
+def test_groups_are_short_where_memory_is_tight():
     sizes = {"num_micro_batches": 8, "global_batch_size": 8, "pp": 4, "vpp": 2, "packing": WlbPacking()}
     free = job(**sizes)
     short = replace(free, parallel=replace(free.parallel, group_size=4))

@@ -243,7 +243,7 @@ def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("capability", "profile"), [((8, 0), "a100-fa2"), ((9, 0), "h100-cudnn"), (None, "flops")])
-def test_the_default_profile_has_the_kernels_that_upstream_prefers_there(monkeypatch, parse, capability, profile):
+def test_the_default_profile_has_upstreams_kernels(monkeypatch, parse, capability, profile):
     args = parse("--wlb-memory-budget", "60")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

@@ -180,7 +180,7 @@ def test_equals_megatron_in_one_process(size, layout, flags, dataset, alone, tmp
     assert got["tokens"] == pytest.approx(got["log"][1]["tokens"], abs=size)
 
 
-def test_resumes_in_another_layout_with_the_documents_that_were_waiting(dataset, tmp_path):
+def test_resumes_in_another_layout(dataset, tmp_path):
     folder, adam = str(tmp_path / "checkpoints"), {"optimizer": ADAM, "context_parallel_size": 2}
     whole = run(2, dataset, tmp_path / "whole.jsonl", **adam)
     run(2, dataset, tmp_path / "first.jsonl", steps=1, checkpoint={"save": folder, "save_interval": 1}, **adam)

@@ -68,8 +68,6 @@ TIED = "tied embeddings"
 """No flag: MODEL without UNTIE."""
 ADAM = "--optimizer adam --adam-eps 0.01 --lr 0.01 --train-iters 3"  # this epsilon keeps Adam smooth
 
-ONE_STEP = "--train-iters 1 --split 100,0,0".split()
-
 # Reached: pipelines are equal to the bit, everything else to 1e-6 (fp32 sums in another order).
 TOLERANCE, LOSSES = 1e-5, 1e-6
 

@@ -35,7 +35,7 @@ def whole(dataset, tmp_path_factory):
     return losses(log)
 
 
-def test_evaluation_is_the_same_in_every_layout_and_does_not_disturb_training(dataset, whole, tmp_path):
+def test_evaluation_in_every_layout(dataset, whole, tmp_path):
     evaluate = [*ADAM, *"--eval-iters 2 --eval-interval 1".split()]
     one = train(1, dataset, *evaluate, log=tmp_path / "log.jsonl")["evaluations"]
     four = train(4, dataset, *PP2.split(), *CP2.split(), *evaluate)["evaluations"]
@@ -44,7 +44,7 @@ def test_evaluation_is_the_same_in_every_layout_and_does_not_disturb_training(da
     assert losses(tmp_path / "log.jsonl") == whole[:2]
 
 
-def test_ranks_with_other_data_stop_in_the_first_step_if_only_in_validation(dataset, monkeypatch):
+def test_ranks_with_other_data_stop_in_the_first_step(dataset, monkeypatch):
     """By the names and sizes of files."""
     split_data = datasets.split_data
 

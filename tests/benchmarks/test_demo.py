@@ -10,7 +10,7 @@ from scripts.demo.report import ratio
 from tests.cli.commands import ROOT
 
 
-def test_a_ratio_is_of_tokens_a_second_and_noise_that_hits_both_cancels():
+def test_a_ratio_is_of_tokens_a_second():
     steps = [(6, 4, 1, 9), (18, 4, 1, 9), (12, 4, 1, 9)], [(4, 2, 9, 8), (12, 2, 9, 9), (8, 2, 9, 10)]
     plain, ours = ([{"step_ms": t, "tokens": n, "work": [a, b - a]} for t, n, a, b in way] for way in steps)
     value, error = ratio(plain, ours)

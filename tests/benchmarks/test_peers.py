@@ -28,7 +28,7 @@ def job_of(cp, **changes):
 
 
 @given(lengths.map(lambda x: 100 * x), st.sampled_from([2, 8]))
-def test_magi_computes_everything_once_and_waits_at_most_for_all_that_moves(lengths, cp):
+def test_magi_computes_everything_once(lengths, cp):
     plan, given_job = cp_peers.magi(lengths, cp), job_of(cp)
     attention, added = cp_peers.magi_times(plan, given_job)
     for kernel, times in zip(cp_peers.magi_kernels(given_job), attention, strict=True):

@@ -17,7 +17,7 @@ from megatron_wlb.simulate.memory import peak_bytes
 from tests.cli.analyses import JOB, N, analyse, setup
 
 
-def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster(tmp_path, data):
+def test_fewer_layers_on_the_last_stage(tmp_path, data):
     words = f"{JOB} --num-layers 8 --pipeline-model-parallel-size 2 --vocab-size 16384 --wlb-crossover 9000"
     words += f" --wlb-micro-batches 8 --data-path {data}"
 
@@ -39,7 +39,7 @@ def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster
         assert given.job.max_tokens == ours.max_tokens and (other["flag"] in given.others) == mentioned
 
 
-def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_faster(data):
+def test_gradients_in_the_dtype_of_the_model(data):
     words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing original"
     found = setup(words)
     assert found.others == {"--wlb-cp-gradients model": found.job.sharded(cp_gradients="model")}
@@ -47,7 +47,7 @@ def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_fas
     assert not setup(words.replace("-parallel-size 2", "-parallel-size 1")).others
 
 
-def test_overlap_of_tensor_parallel_communication_is_tried_where_it_can_be_had(data):
+def test_overlap_of_tensor_parallel_communication(data):
     """Not beyond a node, nor where it is on."""
     words = f"{JOB} --data-path {data} --hidden-size 8192 --num-attention-heads 64 --sequence-parallel"
 

@@ -15,7 +15,7 @@ from tests.cli.analyses import JOB, RUN
 from tests.cli.commands import ROOT
 
 
-def test_the_image_of_the_commands_has_the_versions_that_the_tests_run_with():
+def test_the_image_has_the_versions_of_the_tests():
     pinned, tested = (
         dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
         for name in ("analysis.txt", "constraints.txt")

@@ -168,7 +168,7 @@ def test_fixed_cuts_what_fits_nowhere_and_runs_its_pieces_in_order():
     assert waiting(policy) == {"carry": [6]}
 
 
-def test_fixed_spreads_the_last_documents_over_as_few_steps_as_hold_them():
+def test_fixed_spreads_the_last_documents():
     policy = fixed(global_batches=4)
     assert packed(pack(policy, documents([9, 4, 4, 4]), exhausted=True)) == [[0], [1]]
     assert packed(pack(policy, documents([]), exhausted=True)) == [[2], [3]]

@@ -35,7 +35,7 @@ def job_on(layout, rounds, *, windows=None, **changes):
 
 @given(LENGTHS, LAYOUTS, st.integers(1, 4), st.sampled_from([64, 72, 128]))
 @example([64] + [1] * 6, {"dp": 2}, 2, 64)
-def test_all_documents_are_placed_and_none_of_the_micro_batches_is_empty(lengths, layout, rounds, max_tokens):
+def test_all_documents_are_placed(lengths, layout, rounds, max_tokens):
     given, rows = job_on(layout, rounds, max_tokens=max_tokens), documents(lengths)
     batch = arranged(rows, given)
     counts, wanted, ranks = np.diff(batch.bounds), given.num_micro_batches, given.parallel.dp
@@ -60,9 +60,7 @@ def test_all_documents_are_placed_and_none_of_the_micro_batches_is_empty(lengths
     st.sampled_from([1, 3, 8]),
     st.booleans(),
 )
-def test_a_step_has_the_pieces_of_its_own_samples_whatever_the_number_of_micro_batches(
-    lengths, layout, rounds, windows, whole
-):
+def test_a_step_has_the_pieces_of_its_own_samples(lengths, layout, rounds, windows, whole):
     lengths = [*lengths, 65]
     given = job_on(layout, rounds, windows=windows, whole_documents=whole)
     data, running = samples(lengths, whole=whole), packer(given, lengths)

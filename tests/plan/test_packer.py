@@ -106,7 +106,7 @@ def test_a_run_resumed_at_any_step_plans_the_same(with_delay):
 
 
 @pytest.mark.parametrize(("before", "after"), [(32, 64), (64, 32), (32, 8)])
-def test_a_run_resumed_with_another_global_batch_size_trains_as_many_tokens(before, after):
+def test_a_run_goes_on_with_another_global_batch_size(before, after):
     """What has been read ahead is not taken for tokens that are owed."""
     sizes = {"packing": AdaptivePacking(max_delay_steps=20), "context_length": 512, "crossover_tokens": 200}
     drawn = np.clip(np.random.default_rng(0).lognormal(4, 1.3, 100_000), 1, 512).astype(np.int64)

@@ -196,7 +196,7 @@ def test_swaps_and_moves_find_the_best_order_where_shapes_do_not(work, pp, shape
 @pytest.mark.parametrize(
     ("total", "dp", "pp", "vpp"), [(64, 1, 4, 1), (64, 1, 8, 2), (66, 2, 5, 3), (200, 2, 3, 1), (2048, 64, 16, 4)]
 )
-def test_many_and_the_largest_work_are_placed_as_by_the_reference(total, dp, pp, vpp, spread):
+def test_many_are_placed_as_by_the_reference(total, dp, pp, vpp, spread):
     work = np.random.default_rng(4).lognormal(20, spread, total).astype(np.int64)
     given = job_of(work, dp, pp, vpp)
     both(order, work[both(place, work, given)[0]], given)

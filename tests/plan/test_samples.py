@@ -188,7 +188,7 @@ def test_blends_follow_their_weights(sizes, num_samples):
             assert drawn.tolist() == sizes, "each is used up"
 
 
-def test_an_epoch_of_whole_documents_has_each_once_but_those_behind_its_last_window():
+def test_an_epoch_of_whole_documents_has_each_once():
     made = samples(LONG, whole=True)
     rows, lengths = made.pieces(0, len(made)), LONG[made.parts[0].document_index]
     rows.sort(order=["document", "offset"])

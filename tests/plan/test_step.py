@@ -79,7 +79,7 @@ def test_a_step_may_have_another_number_of_micro_batches():
         assert step_cost(packed.batch, described) > 0
 
 
-def test_a_plan_prints_a_micro_batch_a_line_and_its_shards_a_rank_a_line():
+def test_a_plan_and_its_shards_print():
     described = job(dp=2, cp=2, cp_sharding="per-document")
     plan = plan_step(packer(described, [64, 40, 24, 30, 34, 10, 54, 1], seed=None), described)
     assert str(plan).splitlines() == [
@@ -173,7 +173,7 @@ def test_a_closed_planner_leaves_nothing_behind():
     planner().close()  # which never began
 
 
-def test_a_planner_counts_every_step_and_changes_the_job_where_it_is_told():
+def test_a_planner_counts_and_changes_the_job():
     jobs = [job(num_micro_batches=count) for count in (2, 4, 8)]
     running = Planner(
         packer_of(jobs[0]),

@@ -68,7 +68,7 @@ def test_other_counts_are_found():
     )
 
 
-def test_groups_in_another_order_wait_for_ever_where_kernels_behind_them_share_a_queue():
+def test_groups_in_another_order_wait_for_ever():
     def gather(rank, group, stream):
         return [run(stream, call(rank, Kind.ALL_GATHER, group)), (Kind.KERNEL, stream, 0, [])]
 
@@ -79,7 +79,7 @@ def test_groups_in_another_order_wait_for_ever_where_kernels_behind_them_share_a
     assert len(match(one_stream, False)) == 2
 
 
-def test_sends_that_both_come_first_wait_for_ever_unless_grouped_or_in_streams_of_their_own():
+def test_sends_that_both_come_first_wait_for_ever():
     programs = exchange("send", "receive")
     programs[1].reverse()
     assert len(match(programs, False)) == 2

@@ -135,7 +135,7 @@ def test_rounds_and_rings_hide_the_exchange():
     assert layer_times(parts, in_parts)[0].exchange < whole / 16
 
 
-def test_products_of_column_parallel_matrices_hide_what_tensor_parallel_ranks_move():
+def test_products_hide_tensor_parallel_communication():
     """Exposed in backward: gradients of the outputs of two row-parallel matrices, and what outlasts a product."""
     given = job(tp=8, model=replace(SMALL, ffn_hidden_size=512))
     tokens, hidden = 65536, 4096
@@ -173,7 +173,7 @@ def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
 
 
 @pytest.mark.parametrize("vocabulary", [512, 1 << 17])
-def test_tensor_parallel_ranks_exchange_rows_at_both_ends_of_the_pipeline(vocabulary):
+def test_tensor_parallel_ranks_at_both_ends_of_a_pipeline(vocabulary):
     """By hand: the embedding scatters, an output layer gathers, a joining matrix gathers both that it joins."""
     model = replace(SMALL, padded_vocab_size=vocabulary, mtp_num_layers=2)
     tokens, hidden, ends = 65536, 4096, []
