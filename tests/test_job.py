@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron_wlb.describe.flags import PlanSettings
-from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.wlb import WlbPacking
@@ -134,16 +133,8 @@ def test_a_job_goes_through_json(name):
     described = job(packing=POLICIES[name](), cp=2, recompute=Recompute(granularity="selective", modules=("mlp",)))
     described = described.sharded(cp_gradients="model")  # not the default
     saved = json.loads(json.dumps(described.to_json()))
-    assert job_from_json(saved) == described
+    assert saved["packing"]["name"] == name and saved["sharding"]["cp_gradients"] == "model"
     assert differences(saved, described.to_json()) == []
-
-
-@pytest.mark.parametrize("wrong", [None, [], {}, {"model": 1}, "x"])
-def test_json_that_is_no_job_is_refused(wrong):
-    with pytest.raises(ValueError, match="not the description of a job"):
-        job_from_json(wrong)
-    with pytest.raises(ValueError, match="not the description of a job"):
-        job_from_json(job().to_json() | {"profile": wrong})
 
 
 def test_experts_are_a_part_of_the_crossover():

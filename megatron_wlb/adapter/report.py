@@ -28,6 +28,7 @@ from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import DELAY, Prediction, delay_gain
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.backends import choose_backend
+from megatron_wlb.runtime.measure import device_name
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import untimed
@@ -187,14 +188,16 @@ class Report:
         plan = self._plans.trained(iteration)
         waited, self._waited = self._plans.wait_seconds - self._waited, self._plans.wait_seconds
         predicted = self._predicted.result() if self._predicted else None
-        entry = summary(plan, loss, took, waited, predicted=predicted, measured=measured)
+        gpus = self._job.parallel.num_gpus
+        entry = summary(plan, loss, took, waited, gpus, predicted=predicted, measured=measured)
         if digest is not None:
             print(digest_line(iteration, digest), flush=True)
             entry["digest"] = digest
         if iteration % self._args.log_interval == 0:
             print(line(entry), flush=True)
         if self._run.log:
-            append(self._run.log, entry | details(plan, self._plans.job("train", plan.step)))
+            device = {"device": device_name("cuda" if torch.cuda.is_available() else "cpu")}
+            append(self._run.log, entry | details(plan, self._plans.job("train", plan.step)) | device)
         if self._scalar_interval and iteration % self._scalar_interval == 0:
             _write_scalars(iteration, scalars(plan, entry))
 
@@ -238,6 +241,7 @@ def summary(
     loss: float,
     step_seconds: float,
     wait_seconds: float,
+    gpus: int,
     predicted: tuple[float, Mapping[str, float]] | None,
     measured: Shares,
 ) -> dict[str, Any]:
@@ -261,6 +265,7 @@ def summary(
         "waiting_documents": plan.packed.num_waiting,
         "delays_tokens": plan.delays,
         "step_ms": step_seconds * 1e3,
+        "tokens_per_second_per_gpu": tokens / step_seconds / gpus,
         "plan_wait_ms": wait_seconds * 1e3,
         "predicted_ms": None if predicted_us is None else predicted_us / 1e3,
         "predicted": shares,
@@ -269,7 +274,7 @@ def summary(
 
 
 def details(plan: StepPlan, job: Job) -> dict[str, Any]:
-    """Return further fields of the log entry; `compare` predicts by `job` and `lengths`."""
+    """Return further fields of the log entry."""
     return {
         "job": job.to_json(),
         "original_work": plan.original_work.tolist(),
@@ -286,9 +291,9 @@ def scalars(plan: StepPlan, entry: dict[str, Any]) -> dict[str, float]:
     """Return numbers and shares of an entry, and shares of micro-batches by sharding."""
     found = {name: value for name, value in entry.items() if isinstance(value, int | float)}
     for how in SOURCES:
-        found |= {f"{how}-{name}": share for name, share in (entry[how] or {}).items()}
-    chosen = Counter(m.shards.strategy for m in plan.micro_batches)
-    return found | {f"sharding-{name}": count / len(plan.micro_batches) for name, count in chosen.items()}
+        found |= {f"{how}/{name}": share for name, share in (entry[how] or {}).items()}
+    chosen = Counter(m.shards.strategy.replace("-", "_") for m in plan.micro_batches)
+    return found | {f"sharding/{name}": count / len(plan.micro_batches) for name, count in chosen.items()}
 
 
 def line(entry: dict[str, Any]) -> str:
@@ -297,7 +302,7 @@ def line(entry: dict[str, Any]) -> str:
         f" wlb step {entry['step']:6d} | loss {entry['loss']:.6f} | tokens {entry['tokens']} in "
         f"{entry['num_micro_batches']} micro-batches | imbalance {entry['imbalance_original']:.3f} -> "
         f"{entry['imbalance']:.3f} | delay mean {entry['delay_mean_steps']:.2f} max {entry['delay_max_steps']} steps | "
-        f"waiting {entry['waiting_documents']} documents"
+        f"waiting {entry['waiting_documents']} documents | tokens/s/GPU {entry['tokens_per_second_per_gpu']:.1f}"
         + "".join(f" | {how} {_percent(entry[how])}" for how in SOURCES if entry[how])
     )
 

@@ -27,7 +27,8 @@ MOST_VALUES = 1 << 20
 """Most characters of arguments in a log that are parsed as more than text, in all."""
 BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
 """Shell command that prints the argument blocks of a log."""
-_BEGIN, _END = re.compile(r"-{9,} arguments -{9,}"), "- end of arguments -"
+END_OF_ARGUMENTS = "- end of arguments -"
+_BEGIN = re.compile(r"-{9,} arguments -{9,}")
 _ARGUMENT = re.compile(r"(?:^|\s)(\w+) (?:\.+|(?<=\w{48} )) *(.*)")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
@@ -116,8 +117,12 @@ def read_log(name: str) -> Launched:
 
     Raises ValueError for any other file, and for a run of anything but a GPT.
     """
-    text = _text(name)
-    end = text.rfind(_END)
+    return arguments_of(text_of(name), name)
+
+
+def arguments_of(text: str, name: str) -> Launched:
+    """Read the arguments in the text of a log, as `read_log`."""
+    end = text.rfind(END_OF_ARGUMENTS)
     begins = [match.end() for match in _BEGIN.finditer(text, 0, end)] if end >= 0 else []
     if not begins and _BEGIN.search(text):
         raise ValueError(f"{short(name)} ends within its arguments; {_REMEDY}, to the line that ends them")
@@ -339,7 +344,7 @@ def _world_size(launcher: Sequence[str]) -> int | None:
     return tasks or number("WORLD_SIZE") or None
 
 
-def _text(name: str) -> str:
+def text_of(name: str) -> str:
     """Return the text of a log, even if damaged. Raises ValueError for other files."""
     if name == "-":
         data = sys.stdin.buffer.read(MOST_BYTES + 1)

@@ -66,8 +66,7 @@ def run(args: argparse.Namespace, words: Words) -> None:
     with writer(args.output) as file:
         linear_us, attention_us = _measure(args, target, chosen)
         data = _fit(args, target, chosen, linear_us, attention_us)
-        cpu = f"one thread of an {platform.machine()} CPU"
-        data["device"] = torch.cuda.get_device_name() if target.device == "cuda" else cpu
+        data["device"] = measure.device_name(target.device)
         data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
         data |= {"date": datetime.date.today().isoformat(), "command": shlex.join(["megatron-wlb", *words.typed])}
         write_json(file, data)

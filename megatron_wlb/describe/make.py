@@ -6,7 +6,6 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from megatron_wlb.cost.attention import expansion
@@ -81,20 +80,6 @@ def make_job(
     if "max_tokens" not in fields:
         fields["max_tokens"] = _max_tokens(asked(), settings.max_tokens, budget_bytes)
     return Job(**fields)
-
-
-def job_from_json(data: Any) -> Job:
-    """Build the job that `Job.to_json` described. Raises ValueError for anything else."""
-    try:
-        return msgspec.convert(data, Job, dec_hook=_packing_from_json)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"not the description of a job: {error}; give what this release wrote") from error
-
-
-def _packing_from_json(kind: type, data: Any) -> Any:
-    if kind is not Packing or not isinstance(data, dict) or data.get("name") not in POLICIES:
-        raise ValueError(f"its packing is {data!r:.60}, none of {', '.join(POLICIES)}")
-    return msgspec.convert({k: v for k, v in data.items() if k != "name"}, POLICIES[data["name"]])
 
 
 def _cp_exchange(job: Job) -> str:

@@ -90,6 +90,8 @@ class Profile:
     """bf16 or fp32."""
     backend: str | None = None
     """Of the kernel times; None if not stated."""
+    device: str | None = None
+    """As torch names it, or the beginning of that."""
     attention_backward: float = 2.5
     """Backward over forward time of attention if not measured: 5 matrix products against 2."""
     assumed_tflops: float = 576.0

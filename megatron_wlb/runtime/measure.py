@@ -1,6 +1,7 @@
 """Measures attention and the rest of a layer on this device, to fit a profile to."""
 
 import contextlib
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,11 @@ class Target(NamedTuple):
     dtype: str
     tensors: dict[str, Any]
     """Device and dtype, as torch's factories take them."""
+
+
+def device_name(device: str) -> str:
+    """Return the name of "cuda" or "cpu" in profiles and logs."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"one thread of an {platform.machine()} CPU"
 
 
 def target_of(model: ModelShape, device: str | None, backend: str, dtype: str | None) -> Target:

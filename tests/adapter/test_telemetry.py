@@ -18,6 +18,7 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import TIME_SHARES, shares, simulate_step
 from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, train
+from tests.cli.commands import refusal
 from tests.jobs import job
 
 MEASURED = {"busy": 0.75, "bubble": 0.2, "exchange": 0.0, "waiting": 0.05}
@@ -38,13 +39,13 @@ def test_scalars_of_tensorboard_are_those_of_the_log(run):
     found = {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"] if tag.startswith("wlb/")}
 
     numbers = "loss tokens num_micro_batches imbalance imbalance_original delay_mean_steps delay_max_steps step_ms"
-    for name in f"{numbers} waiting_documents plan_wait_ms predicted_ms".split():
+    for name in f"{numbers} waiting_documents plan_wait_ms predicted_ms tokens_per_second_per_gpu".split():
         assert found[f"wlb/{name}"] == pytest.approx([entry[name] for entry in entries], rel=1e-6)
     assert found["wlb/num_micro_batches"] == [8] * 4
     for how in ("predicted", "measured"):
         for name in TIME_SHARES:
-            assert found[f"wlb/{how}-{name}"] == pytest.approx([e[how][name] for e in entries], rel=1e-6, abs=1e-9)
-    assert found["wlb/sharding-per-document"] == [1.0] * 4
+            assert found[f"wlb/{how}/{name}"] == pytest.approx([e[how][name] for e in entries], rel=1e-6, abs=1e-9)
+    assert found["wlb/sharding/per_document"] == [1.0] * 4
 
 
 def test_the_line_says_where_the_time_of_a_step_goes(run):
@@ -68,17 +69,23 @@ def test_a_loss_that_is_no_number_is_null(tmp_path):
     assert json.loads((tmp_path / "log").read_text(), parse_constant=pytest.fail) == {"loss": None, "step": 1}
 
 
-def test_the_log_is_what_compare_reads(run, tmp_path):
+def test_the_log_is_what_compare_reads(run, tmp_path, capsys):
     entries, out = run[0]["log"], tmp_path / "compared.json"
     for entry in entries:
         assert sum(map(sum, entry["lengths"])) == entry["tokens"]
         assert len(entry["lengths"]) == len(entry["work"]) == 8
-    assert main(["compare", str(run[1] / "log"), "--json", str(out)]) == 0
+    folder = run[1]
+    assert main(["compare", str(folder / "board"), str(folder / "log"), "--skip", "2", "--json", str(out)]) == 0
     compared = json.loads(out.read_text())
-    assert compared["job"]["parallel"] == entries[0]["job"]["parallel"]
-    assert (compared["job"]["parallel"]["cp"], compared["job"]["parallel"]["pp"]) == (2, 2)
-    assert [s["step"] for s in compared["steps"]] == [2, 3, 4]
-    assert [s["measured_us"] for s in compared["steps"]] == pytest.approx([1e3 * e["step_ms"] for e in entries[1:]])
+    assert compared["ratio"] == pytest.approx(1) and compared["loss_difference"] < 1e-6
+    for rows in compared["steps"]:
+        assert [row[0] for row in rows] == [3, 4]
+        assert [row[2] for row in rows] == pytest.approx([e["step_ms"] / 1e3 for e in entries[2:]])
+    rates = [e["tokens_per_second_per_gpu"] for e in entries]
+    assert rates == pytest.approx([1e3 * e["tokens"] / e["step_ms"] / 4 for e in entries])
+    assert main(["compare", str(folder / "prints"), str(folder / "log"), "--skip", "2", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["loss_difference"] < 1e-6
+    assert "and profile h100-fa2 is of NVIDIA H100" in refusal(capsys, "compare", str(folder / "log"), "--skip", "2")
 
 
 def test_nothing_is_written_or_measured_without_a_writer(dataset, tmp_path, monkeypatch):
@@ -100,8 +107,8 @@ def test_wandb_gets_the_same(monkeypatch):
     report._write_scalars(7, report.scalars(plan, entry))
     ((values, step),) = logged
     assert step == 7
-    shares = {f"wlb/measured-{name}": share for name, share in MEASURED.items()}
-    assert values == {"wlb/tokens": 1, "wlb/sharding-hybrid": 1.0} | shares
+    shares = {f"wlb/measured/{name}": share for name, share in MEASURED.items()}
+    assert values == {"wlb/tokens": 1, "wlb/sharding/hybrid": 1.0} | shares
 
 
 def test_a_trace_of_upstreams_profiler_names_the_micro_batches(dataset, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_wlb.cli.analyze.report import data_entries
 from megatron_wlb.cli.analyze.setup import Megatron, schemes
-from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.packing.adaptive import arranged
 from megatron_wlb.plan.packer import Packer
@@ -58,9 +57,9 @@ def imbalance(micro_batches, crossover):
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_same_tokens_by_hand(tmp_path, lengths, data, size):
     """One GPU: the windows of Megatron cut by hand, and in --wlb arranged without `analyze`."""
-    words = f"--wlb-micro-batches 4 --wlb-crossover 900 --steps 200 --micro-batch-size {size}"
-    found = analyse(tmp_path, JOB, "--data-path", data, words)
-    job = job_from_json(found["job"])
+    words = f"--wlb-micro-batches 4 --wlb-crossover 900 --micro-batch-size {size}"
+    found = analyse(tmp_path, JOB, "--data-path", data, words, "--steps 200")
+    job = setup(JOB, "--data-path", data, words).job
     assert found["steps"] == {"warm_up": 30, "packed": 200, "simulated": 200}
     cut = windows(lengths)
     apart = [cut[N * i : N * (i + 1)] for i in range(200)]

@@ -1,54 +1,39 @@
-"""Logs of runs whose times are known, compared with predictions; broken logs are refused."""
+"""Logs of runs whose times, tokens and losses are known, compared with each other and with predictions; broken logs are
+refused."""
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megatron_wlb.cli import compare
-from megatron_wlb.cli.compare import LoggedStep, warm
 from megatron_wlb.cli.main import main
-from megatron_wlb.describe.make import make_job
-from megatron_wlb.hardware.profile import FLOPS_PROFILE
-from megatron_wlb.job import Parallel
-from megatron_wlb.model import MODELS
-from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate.step import shares, simulate_step
 from tests.cli.commands import refusal
+from tests.jobs import job
 
-JOB = make_job(
-    model=replace(MODELS["llama2-7b"], num_layers=4),
-    parallel=Parallel(cp=2, pp=2),
-    context_length=65536,
-    global_batch_size=4,
-    crossover_tokens=50_000,
-    default_profile="h100-cudnn",
-)
-
-
-@pytest.fixture(scope="module")
-def steps():
-    """Micro-batches of steps that differ in how much of their work is attention."""
-    rng = np.random.default_rng(2)
-
-    def micro_batches():
-        longest = int(rng.integers(200, 60_000))
-        return [rng.integers(1, longest, int(rng.integers(1, 4))).astype(np.int64) for _ in range(4)]
-
-    return [micro_batches() for _ in range(24)]
+STEPS, GPUS, WINDOWS, WINDOW = 70, 4, 8, 128
+TOKENS = WINDOWS * WINDOW
+RNG = np.random.default_rng(3)
+SLOW = RNG.uniform(0.9, 1.1, STEPS)
+FAST = SLOW / 1.25 * RNG.uniform(0.98, 1.02, STEPS)
+LOSSES = np.linspace(9, 5, STEPS)
+JOB = job(dp=2, pp=2).to_json()
+DEVICE = "NVIDIA H100 80GB HBM3"
 
 
-def times(job, steps, ran=JOB):
-    return np.array([simulate_step(job, shard_step(ran, lengths)).time for lengths in steps])
-
-
-def entry(job=JOB, number=1, us=5000.0, lengths=((3, 4), (5,))):
+def entry(number=1, seconds=1.0, loss=2.5, **more):
     """A line as a run writes it, as far as it is read."""
-    lengths = [[int(n) for n in each] for each in lengths]
-    return {"step": number, "step_ms": float(us) / 1e3, "lengths": lengths, "job": job.to_json()}
+    return {"step": number, "step_ms": 1e3 * float(seconds), "tokens": TOKENS, "loss": float(loss), "job": JOB} | more
+
+
+def step_log(path, seconds, losses=LOSSES, first=1, **more):
+    pairs = enumerate(zip(seconds, losses, strict=False), start=first)
+    return write(path, [entry(number, *each, **more) for number, each in pairs])
 
 
 def write(path, entries):
@@ -56,121 +41,217 @@ def write(path, entries):
     return path
 
 
-def logged(path, steps, us, job=JOB):
-    return write(path, [entry(job, 1 + i, t, lengths) for i, (lengths, t) in enumerate(zip(steps, us, strict=True))])
+def text_log(path, seconds, losses=LOSSES, interval=1, more="", prefix=""):
+    """A log as Megatron 0.19 prints it: its first line of a start is cleared only with the second."""
+    arguments = {"num_layers": 4, "world_size": GPUS, "seq_length": WINDOW}
+    block = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
+    lines = [
+        "-" * 24 + " arguments " + "-" * 24,
+        *block,
+        *more.splitlines(),
+        "-" * 20 + " end of arguments " + "-" * 21,
+    ]
+    for last in sorted({1, *range(interval, len(seconds) + 1, interval)}):
+        begin = max(0, last - interval) if last > max(2, interval) else 0
+        ms, loss = 1e3 * np.mean(seconds[begin:last]), np.mean(losses[begin:last])
+        lines.append(
+            f"{prefix} [2026-11-20 10:00:00.000000] iteration {last:8d}/{STEPS:8d} | "
+            f"consumed samples: {WINDOWS * last:12d} | elapsed time per iteration (ms): {ms:.1f} | "
+            f"learning rate: 1.0E-04 | global batch size: {WINDOWS:5d} | "
+            f"lm loss: {loss:.6E} | loss scale: 1.0 | number of skipped iterations:   0 |"
+        )
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
-def compared(path, *flags):
-    out = path.with_suffix(".compared.json")
-    assert main(["compare", str(path), *flags, "--json", str(out)]) == 0
+def board(path, seconds, losses=LOSSES):
+    """What Megatron writes with --log-timers-to-tensorboard and a step log of every tenth step."""
+    writer = EventFileWriter(str(path))
+    for name, value in {"world_size": GPUS, "seq_length": WINDOW, "global_batch_size": WINDOWS}.items():
+        text = TensorProto(dtype="DT_STRING", string_val=[str(value).encode()], tensor_shape={"dim": [{"size": 1}]})
+        tag = Summary.Value(tag=f"{name}/text_summary", tensor=text, metadata={"plugin_data": {"plugin_name": "text"}})
+        writer.add_event(Event(summary=Summary(value=[tag])))
+    for number, loss in enumerate(losses, start=1):
+        values = {"lm loss": loss}
+        if number % 10 == 0:
+            values["iteration-time"] = np.mean(seconds[number - 10 : number])
+        tags = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        writer.add_event(Event(step=number, summary=Summary(value=tags)))
+    writer.close()
+    return path
+
+
+def compared(tmp_path, *words):
+    out = tmp_path / "out.json"
+    assert main(["compare", *map(str, words), "--json", str(out)]) == 0
     return json.loads(out.read_text())
 
 
-def test_predictions_are_those_of_the_simulator(steps, tmp_path):
-    measured = 1.25 * times(JOB, steps)
-    result = compared(logged(tmp_path / "run.jsonl", steps, measured))
-    assert result["job"] == json.loads(json.dumps(JOB.to_json()))
-    assert [s["step"] for s in result["steps"]] == list(range(2, 25))  # the first one warms up
-    assert [s["predicted_us"] for s in result["steps"]] == pytest.approx(measured[1:] / 1.25)
-    row = result["errors"]
-    assert row["steps"] == 23
-    assert (row["error_median"], row["error_p90"]) == pytest.approx((0.2, 0.2))
-    assert row["correlation"] == pytest.approx(1)
-    assert row["measured_us_median"] == pytest.approx(np.median(measured[1:]))
+KINDS = {
+    "step log": (step_log, 1e-9),
+    "text": (text_log, 1e-3),
+    "text of every tenth step": (lambda *each: text_log(*each, interval=10), 1e-3),
+    "board": (board, 1e-6),
+}
 
 
-def test_steps_in_the_words_of_a_report(steps, tmp_path, capsys):
+@pytest.mark.parametrize("base", KINDS)
+@pytest.mark.parametrize("ran", KINDS)
+def test_logs_of_all_kinds_give_the_same_ratio(base, ran, tmp_path, capsys):
+    """Of steps 11 to 70: times, tokens and losses are what was written, in pieces that both logs have."""
+    logs = [KINDS[kind][0](tmp_path / name, each) for kind, name, each in ((base, "base", SLOW), (ran, "ran", FAST))]
+    found = compared(tmp_path, *logs)
+    warm = slice(10, None)
+    assert found["ratio"] == pytest.approx(SLOW[warm].sum() / FAST[warm].sum(), rel=1e-3)
+    assert found["loss_difference"] < 1e-6
+    for rows, seconds, kind in zip(found["steps"], (SLOW, FAST), (base, ran), strict=True):
+        counts = np.array(rows)[:, 1]
+        assert counts.sum() == STEPS - 10 and set(counts) == {1 if {base, ran} <= {"step log", "text"} else 10}
+        tolerance = {"rel": KINDS[kind][1], "abs": 1e-9}
+        assert np.array(rows)[:, 2].sum() == pytest.approx(seconds[warm].sum(), **tolerance)
+        assert np.array(rows)[:, 3].sum() == (STEPS - 10) * TOKENS
+    said = capsys.readouterr().out
+    assert re.search(r"^RUN is faster: 1\.2\d\d ± 0\.00\d times BASE's tokens a second and GPU\.", said)
+    assert "Losses are equal to" in said
+    assert ("Only Megatron's times" in said) == ((base == "step log") != (ran == "step log"))
+
+
+def test_the_error_is_that_of_the_mean_over_blocks(tmp_path):
+    found = compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", FAST))
+    a, b = (np.reshape(each[10:], (20, 3)).sum(axis=1) for each in (SLOW, FAST))
+    ratio = a.sum() / b.sum()
+    assert found["error"] == pytest.approx(np.std(a - ratio * b, ddof=1) / np.sqrt(20) / b.mean())
+    assert found["paired"] is True
+
+
+def test_runs_of_other_steps_are_compared_without_pairs(tmp_path, capsys):
+    found = compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", FAST, first=500))
+    assert found["paired"] is False and "loss_difference" not in found
+    assert found["error"] > 2 * compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", FAST))["error"]
+    assert "no step in common" in capsys.readouterr().out
+
+
+def test_a_run_on_more_gpus_counts_by_gpu(tmp_path):
+    more = step_log(tmp_path / "b", SLOW / 2, job=job(dp=4, pp=2).to_json())
+    assert compared(tmp_path, step_log(tmp_path / "a", SLOW), more)["ratio"] == pytest.approx(1)
+
+
+def test_nothing_certain_is_not_called_faster(tmp_path, capsys):
+    noise = SLOW * np.random.default_rng(0).permuted(np.repeat((0.9, 1.1), STEPS // 2))
+    compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", noise))
+    assert capsys.readouterr().out.startswith("No difference is certain: RUN has ")
+    compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", 1.1 * SLOW))
+    assert capsys.readouterr().out.startswith("RUN is slower: 0.909 ± 0.000 times")
+
+
+def test_where_losses_part_is_told(tmp_path, capsys):
+    losses = LOSSES.copy()
+    losses[29:] *= 1.01
+    losses[49] *= 1.05
+    found = compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", FAST, losses))
+    assert found["losses_part_at"] == 30 and found["loss_difference"] == pytest.approx(0.0605)
+    assert (
+        "Losses part at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
+        in capsys.readouterr().out
+    )
+
+
+def test_the_first_steps_of_every_start_are_left_out(tmp_path):
+    """What ran twice counts once, as it ran last."""
+    numbers = [*range(1, 21), *range(15, 31)]
+    path = write(tmp_path / "a", [entry(n, 1 + i / 100) for i, n in enumerate(numbers)])
+    found = compared(tmp_path, path, path, "--skip", "4")
+    assert [row[0] for row in found["steps"][0]] == [*range(5, 31)]
+    last = {n: 1 + i / 100 for i, n in enumerate(numbers) if i < 20 or i >= 24}
+    assert [row[2] for row in found["steps"][0]] == pytest.approx([last[n] for n in range(5, 31)])
+    text = text_log(tmp_path / "b", SLOW)
+    text.write_text(text.read_text() + text.read_text())
+    assert [row[0] for row in compared(tmp_path, text, text)["steps"][0]] == [*range(11, 71)]
+
+
+def test_prefixes_and_broken_lines_do_no_harm(tmp_path):
+    """Of torchrun --tee, and of two processes that write at once."""
+    log = text_log(tmp_path / "a", SLOW, prefix="[default7]:")
+    lines = log.read_text().splitlines()
+    lines[-3] = lines[-3].replace("global batch size", "global[rank 3] what")
+    log.write_text("\n".join(lines))
+    assert [row[0] for row in compared(tmp_path, log, log)["steps"][0]][-3:] == [67, 69, 70]
+
+
+def test_predictions_are_those_of_the_run(tmp_path, capsys):
     """Shares are compared on the steps of which the run told its own; what it could not tell is a dash."""
-    measured = 1.25 * times(JOB, steps)
-    path = logged(tmp_path / "run.jsonl", steps, measured)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[3]["measured"] = {"busy": 0.5, "bubble": 0.3, "exchange": None, "waiting": 0.2}
-    found = compared(write(path, lines))["in_words"]
-    parts = shares(simulate_step(JOB, shard_step(JOB, steps[3])))
-    tokens = sum(int(lengths.sum()) for step in steps[1:] for lengths in step)
-    assert found["measured"] == lines[3]["measured"] | {
-        "us_per_token": pytest.approx(measured[1:].sum() / tokens),
-        "tokens_per_second_and_gpu": pytest.approx(1e6 * tokens / measured[1:].sum() / 4),
-    }
-    assert {name: found["predicted"][name] for name in parts} == pytest.approx(parts)
-    assert re.search(r"^exchange, % of a step +- +\d+\.\d$", capsys.readouterr().out, re.M)
+    shares = {"busy": 0.5, "bubble": 0.3, "exchange": 0.1, "waiting": 0.1}
+    lines = [entry(1 + i, s, predicted_ms=800 * s, device=DEVICE, predicted=shares) for i, s in enumerate(SLOW)]
+    lines[30]["measured"] = shares | {"busy": 0.4, "exchange": None}
+    found = compared(tmp_path, write(tmp_path / "run.jsonl", lines))
+    assert (found["error_median"], found["error_p90"]) == pytest.approx((0.2, 0.2))
+    assert found["correlation"] == pytest.approx(1) and len(found["steps"]) == STEPS - 10
+    said = capsys.readouterr().out
+    assert re.search(r"^busy, % of a step +40\.0 +50\.0$", said, re.M)
+    assert re.search(r"^exchange, % of a step +- +10\.0$", said, re.M)
 
 
-def test_the_job_is_that_of_the_log(steps, tmp_path, capsys):
-    """Steps are placed and sharded as the run did it; times are of the profile that is asked for, or has a unit."""
-    ran = replace(JOB, packing=OriginalPacking(), parallel=replace(JOB.parallel, dp=2), profile=FLOPS_PROFILE)
-    ran = ran.sharded(cp_sharding="per-document")
-    us = times(replace(ran, profile=JOB.profile), steps, ran)
-    path = logged(tmp_path / "run.jsonl", steps, us, ran)
-    result = compared(path)
-    assert result["errors"]["error_p90"] == 0
-    assert result["job"]["parallel"]["dp"] == 2
-    assert "counts attended pairs; times are predicted by profile h100-cudnn." in capsys.readouterr().err
-    assert compared(path, "--wlb-profile", "h100-cudnn") == result
-    assert "counts attended pairs" not in capsys.readouterr().err
-    assert "one in us" in refusal(capsys, "compare", str(path), "--wlb-profile", "flops")
+def test_a_profile_of_another_device_is_refused(tmp_path, capsys):
+    profile = JOB["profile"] | {"name": "h100-cudnn", "device": "NVIDIA H100"}
+    of_job = JOB | {"profile": profile}
 
+    def ran_on(device):
+        return step_log(tmp_path / "run", SLOW, predicted_ms=3.0, device=device, job=of_job)
 
-def test_micro_batches_run_where_packing_dealt_them(steps, tmp_path):
-    """Which its log says, and placing them anew would not find."""
-    ran, ranks = replace(JOB, parallel=replace(JOB.parallel, dp=2)), np.array([[3, 0], [1, 2]])
-    us = [simulate_step(ran, shard_step(ran, lengths, ranks)).time for lengths in steps]
-    lines = [entry(ran, 1 + i, t, lengths) for i, (lengths, t) in enumerate(zip(steps, us, strict=True))]
-    path = write(tmp_path / "run.jsonl", lines)
-    assert compared(path)["errors"]["error_p90"] > 0
-    write(path, [line | {"ranks": ranks.tolist()} for line in lines])
-    assert compared(path)["errors"]["error_p90"] == 0
-
-
-def test_the_first_steps_of_every_start_are_left_out():
-    numbers = [1, 2, 3, 4, 3, 4, 5, 9, 10]
-    steps = [LoggedStep(n, 1.0, [], None, JOB, {}) for n in numbers]
-    assert [s.number for s in warm(steps, 0)] == numbers
-    assert [s.number for s in warm(steps, 1)] == [2, 3, 4, 4, 5, 10]
-    assert [s.number for s in warm(steps, 2)] == [3, 4, 5]
-
-
-def test_a_long_log_is_sampled(steps, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "MOST_STEPS", 8)
-    path = logged(tmp_path / "run.jsonl", steps, times(JOB, steps))
-    assert [s["step"] for s in compared(path, "--skip", "0")["steps"]] == [1, 4, 7, 10, 14, 17, 20, 24]
-    assert "8 of the 24 steps are simulated, evenly spread" in capsys.readouterr().err
+    compared(tmp_path, ran_on(DEVICE))
+    capsys.readouterr()
+    for device in ("one thread of an x86_64 CPU", "NVIDIA A100-SXM4-80GB"):
+        said = refusal(capsys, "compare", str(ran_on(device)))
+        assert f"ran on {device}, and profile h100-cudnn is of NVIDIA H100; give the run --wlb-profile" in said
+    said = refusal(capsys, "compare", str(step_log(tmp_path / "run", SLOW)))
+    assert "has 0 predicted steps after --skip 10; give the run --wlb-profile with what `megatron-wlb profile`" in said
 
 
 GOOD = entry()
-OTHER = entry(replace(JOB, parallel=replace(JOB.parallel, dp=2, tp=4)), number=2)
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "LOG has 0 steps after --skip 1; give the log of more steps"),
-        ([GOOD], "LOG has 0 steps after --skip 1"),
-        (["hello"], "LOG, line 1: JSON is malformed: invalid character (byte 0); give the file that --wlb-log named"),
-        ([GOOD, json.dumps(GOOD)[:20]], "LOG, line 2: JSON is malformed"),
+        (["hello"], "LOG has no arguments as Megatron prints them"),
+        ([], "LOG has no arguments as Megatron prints them"),
+        ([GOOD] * 2, "LOG has 0 steps to compare; give longer logs, or a smaller --skip"),
+        (
+            [GOOD, json.dumps(GOOD)[:20]],
+            "LOG, line 2: JSON is malformed: invalid character (byte 20); give the file that --wlb-log named",
+        ),
         ([json.dumps(GOOD)[:-1] + ', "new": ' + "[" * 100_000], "line 1: "),
         ([{"step": 1, "work": [3]}], "line 1: Object missing required field `step_ms`"),
         ([GOOD | {"step_ms": -1}], "line 1: Expected `float` > 0.0 - at `$.step_ms`"),
         ([GOOD | {"step_ms": 1e12}], "line 1: Expected `float` < 1000000000000.0 - at `$.step_ms`"),
-        ([GOOD | {"ranks": [[0], [0]]}], "line 1: its ranks do not run each of 2 micro-batches once"),
-        ([GOOD | {"lengths": [[0]]}], "line 1: Expected `int` >= 1 - at `$.lengths[0][0]`"),
-        ([GOOD | {"lengths": [[1 << 26, 1]]}], "micro-batch 0 holds 67108865 tokens; it must be at most 67108864"),
-        ([GOOD | {"job": 3}], "line 1: not the description of a job: Expected `object`, got `int`; give what this"),
+        ([GOOD | {"tokens": 0}], "line 1: Expected `int` >= 1 - at `$.tokens`"),
+        ([GOOD | {"job": 3}], "line 1: Expected `object`, got `int` - at `$.job`"),
         ([GOOD | {"step": -1}], "`int` >= 1 - at `$.step`"),
-        ([GOOD | {"job": GOOD["job"] | {"crossover_tokens": 0}}], "description of a job: crossover_tokens is 0"),
-        ([GOOD | {"job": GOOD["job"] | {"packing": {"name": "ilp"}}}], "job: its packing is {'name': 'ilp'}, none of"),
-        (
-            [GOOD, OTHER],
-            "LOG, line 2: the run goes on as another job (parallel.tp 1 -> 4, parallel.dp 1 -> 2); give the lines "
-            "before it, or those from it on, as a file of their own",
-        ),
+        ([GOOD, entry(2, job=job(dp=4, pp=2).to_json())], "LOG is of runs on other numbers of GPUs; give the lines of"),
     ],
 )
 def test_broken_logs_are_refused(lines, message, tmp_path, capsys):
     path = write(tmp_path / "run.jsonl", lines)
-    error = refusal(capsys, "compare", str(path), "--json", str(tmp_path / "times.json"))
+    error = refusal(capsys, "compare", str(path), str(path), "--json", str(tmp_path / "times.json"))
     assert message.replace("LOG", str(path)) in error
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_logs_without_times_are_refused(tmp_path, capsys):
+    log = text_log(tmp_path / "a", SLOW)
+    log.write_text("\n".join(line for line in log.read_text().splitlines() if "iteration" not in line))
+    assert "a has no line of an iteration; give what" in refusal(capsys, "compare", str(log), str(log))
+    folder = board(tmp_path / "board", SLOW[:9], LOSSES[:9])
+    assert "add --log-timers-to-tensorboard to the run" in refusal(capsys, "compare", str(folder), str(folder))
+    assert "4 logs; give BASE and RUN" in refusal(capsys, "compare", "a", "b", "c", "d")
+
+
+def test_padded_windows_are_not_compared_with_tokens(tmp_path, capsys):
+    padded = text_log(tmp_path / "a", SLOW, more="  sft ............................................. True")
+    said = refusal(capsys, "compare", str(padded), str(step_log(tmp_path / "b", FAST)))
+    assert "a does not say how many tokens its steps trained, as" in said
+    compared(tmp_path, padded, padded)
+    assert "padding counts" in capsys.readouterr().out
 
 
 def test_a_line_without_end_is_not_read(tmp_path, capsys, monkeypatch):

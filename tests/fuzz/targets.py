@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.fixed import FixedPacking
-from megatron_wlb.cli.compare import read_log
+from megatron_wlb.cli import compare
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.hardware import profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
@@ -99,9 +99,9 @@ def _state_seeds() -> list[bytes]:
 
 def _step_log(data: bytes, folder: Path) -> None:
     (folder / "log.jsonl").write_bytes(data)
-    for step in read_log(str(folder / "log.jsonl")):
-        require(step.measured_us > 0, "times are over 0")
-        require(all(not len(each) or each.min() >= 1 for each in step.lengths), "lengths are over 0")
+    log = compare.read(str(folder / "log.jsonl"), 2)
+    require(log.gpus > 0 and (log.steps[:, :4] > 0).all(), "numbers, counts, times and tokens are over 0")
+    require((np.diff(log.steps[:, 0]) > 0).all(), "steps are in order")
 
 
 def _profile(data: bytes, folder: Path) -> None:

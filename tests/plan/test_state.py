@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan import state
 from tests.jobs import job, packer
@@ -28,7 +27,7 @@ def path(tmp_path):
 def test_what_is_saved_is_loaded(path):
     loaded, described, consumed = state.load(path)
     assert loaded == STATE
-    assert job_from_json(described) == JOB and consumed == 40
+    assert described == json.loads(json.dumps(JOB.to_json())) and consumed == 40
     assert os.listdir(path.parent) == [path.name]
 
 
