@@ -2,7 +2,7 @@
 
     python -m benchmarks.cp_balance [--quick] [--check]
 
-Micro-batches of N = 4 by `original` and `adaptive` packing, documents in the order of the stream; a LLaMA2-7B layer at
+Micro-batches of N = 4 by `megatron` and `adaptive` packing, documents in the order of the stream; a LLaMA2-7B layer at
 TP = 8 (4 query heads a rank) and the shipped H100 profile, one forward launch a call, no communication. The limit is
 the attention of whole documents, without a wasted tile, divided by the ranks. `rows_in` are the rows of K and V that
 come to a rank from others, over all rows: the mean of the ranks, and the rank with most. Choices go by attention alone;
@@ -41,7 +41,7 @@ from megatron_wlb.simulate.passes import pass_times
 
 PROFILE = load_profile(DEFAULT_PROFILE)
 KERNEL, _ = PROFILE.kernels(heads=4)
-PACKINGS = ("original", "adaptive")
+PACKINGS = ("megatron", "adaptive")
 CPS = (2, 4, 8, 16, 32)
 CASE = ("data", "window", "packing", "cp")
 LIMIT = "limit"
@@ -216,7 +216,7 @@ def draw(rows: list[Row], folder: Path) -> Path:
     """Share of the attainable gain over CP ranks, F2 at 128K."""
     figure = results.figure(10, 3.6)
     axes = figure.subplots(1, 2, sharey=True)
-    styles = {"wlb": ("#d55e00", "o"), "auto": ("#0072b2", "s")}
+    styles = {"paper": ("#d55e00", "o"), "auto": ("#0072b2", "s")}
     for axis, packing in zip(axes, PACKINGS, strict=True):
         for strategy, (color, marker) in styles.items():
             here = [r for r in rows if (r["data"], r["window"], r["packing"]) == ("F2", 1 << 17, packing)]

@@ -65,11 +65,11 @@ class Size(NamedTuple):
     rounds: int
 
 
-PLAIN = "--wlb-packing original --wlb-cp-sharding per-sequence"
+PLAIN = "--wlb-packing megatron --wlb-cp-sharding per-sequence"
 CP, PP = "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
 LAYOUTS = (
     Layout("DP=2", "", {"plain": PLAIN, "--wlb": ""}, 0.9),
-    Layout("CP=2", CP, {"plain": PLAIN, "auto sharding alone": "--wlb-packing original", "--wlb": ""}, 0.9),
+    Layout("CP=2", CP, {"plain": PLAIN, "auto sharding alone": "--wlb-packing megatron", "--wlb": ""}, 0.9),
     Layout("PP=2", PP, {"plain": PLAIN, "--wlb": ""}),
     Layout(
         "PP=2 VPP=2",

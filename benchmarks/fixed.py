@@ -13,7 +13,6 @@ import numpy as np
 from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch, document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing import POLICIES
-from megatron_wlb.settings import setting
 
 Pieces = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Document (row), length and window of each piece: int64 [pieces] each."""
@@ -24,12 +23,18 @@ class FixedPacking(Packing):
     """Settings of `FixedPolicy`."""
 
     name = "fixed"
-    help = "the paper's baseline, greedy under the window over --wlb-global-batches."
+    help = "the paper's baseline, greedy under the window over K global batches (fixed:K)."
     fixed_length = True
 
-    global_batches: int = setting(
-        1, "Global batches that fixed packing packs together.", parse=int, least=1, most=1 << 10
-    )
+    global_batches: int = 1
+
+    @classmethod
+    def of(cls, parameter: str) -> "FixedPacking":
+        return cls(global_batches=int(parameter)) if parameter else cls()
+
+    @property
+    def parameter(self) -> str:
+        return str(self.global_batches) if self.global_batches > 1 else ""
 
     @property
     def delays(self) -> bool:

@@ -53,7 +53,7 @@ WINDOWS = 4
 """Of a step, on two cores."""
 STEPS, ROUNDS = 3, 2
 LAYOUTS = {"DP=2": "", "CP=2": "--context-parallel-size 2", "PP=2": "--pipeline-model-parallel-size 2"}
-AS_UPSTREAM = "--wlb-packing original --wlb-cp-sharding per-document"
+AS_UPSTREAM = "--wlb-packing megatron --wlb-cp-sharding per-document"
 FORMAT, FORMAT_TOKENS = "nemotron-nano-v2", 30
 """Its name, and its tokens around a question and its answer, whose letters are tokens."""
 GPUS = Case("8B CP8", WINDOW, 16, 1), Case("8B CP4 PP2", WINDOW, 16, 1)

@@ -155,7 +155,7 @@ def schemes(case: Case, data: Samples) -> Iterator[tuple[str, Job]]:
     ours = job_of(case)
     yield RING, as_megatron(ours, cp_sharding="per-document")
     yield ACROSS, as_megatron(ours)
-    yield "paper", replace(as_megatron(ours, cp_sharding="wlb", cp_exchange="all"), packing=WlbPacking())
+    yield "paper", replace(as_megatron(ours, cp_sharding="paper", cp_exchange="all"), packing=WlbPacking())
     yield "ours, M = N", ours
     best = auto()
     yield OURS, best

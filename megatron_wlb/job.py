@@ -29,7 +29,7 @@ STRATEGIES = {
     "per-sequence": ("per-sequence",),
     "per-document": ("per-document",),
     "hybrid": ("hybrid",),
-    "wlb": ("per-sequence", "per-document"),
+    "paper": ("per-sequence", "per-document"),
     "auto": ("per-sequence", "hybrid"),
 }
 """The shardings that each value of `Sharding.cp_sharding` compares."""
@@ -118,7 +118,7 @@ class Sharding(Settings):
         "auto",
         "How a micro-batch is divided over context-parallel ranks. hybrid: each document on as few ranks as balance "
         "needs, in tiles of the kernel. auto: hybrid or per-sequence, whichever has the fastest slowest rank for this "
-        "micro-batch, by the kernel times of --wlb-profile. wlb: per-sequence or per-document, as in WLB-LLM.",
+        "micro-batch, by the kernel times of --wlb-profile. paper: per-sequence or per-document, as in WLB-LLM.",
         choices=tuple(STRATEGIES),
     )
     save_gathered_kv: bool = setting(
@@ -134,8 +134,8 @@ class Sharding(Settings):
     )
 
 
-class Packing(Settings):
-    """Settings of a packing policy, in its file and in `packing.POLICIES`."""
+class Packing:
+    """A packing policy and its parameter (`--wlb-packing NAME:PARAMETER`), in its file and in `packing.POLICIES`."""
 
     __slots__ = ()
     name: ClassVar[str]
@@ -146,6 +146,21 @@ class Packing(Settings):
     """Micro-batches are one context window long, instead of up to S_max."""
     steady_tokens: ClassVar[bool] = False
     """Steps hold N * C tokens whatever M is, so M can be chosen for time alone (`--wlb-micro-batches auto`)."""
+
+    @classmethod
+    def of(cls, parameter: str) -> "Packing":
+        """Return the policy of a parameter, "" for none. Raises ValueError."""
+        if parameter:
+            raise ValueError(f"{cls.name} packing has no parameter {parameter!r}; leave it out")
+        return cls()
+
+    @property
+    def parameter(self) -> str:
+        """The parameter, "" if it is the default."""
+        return ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.parameter}" if self.parameter else self.name
 
     @property
     def delays(self) -> bool:
@@ -281,7 +296,7 @@ class Job:
         if self.packing.fixed_length and self.whole_documents:
             raise ValueError(
                 f"whole documents (--wlb-documents) do not fit the windows of {self.packing.name} packing; choose "
-                "adaptive or wlb"
+                "adaptive or paper"
             )
 
     @property

@@ -1,7 +1,8 @@
 """Settings, each defined once, with default and checks; flags follow."""
 
 import argparse
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any, Self
 
@@ -45,18 +46,17 @@ class Settings:
         """Check what ranges and choices cannot express; raises ValueError."""
 
     @classmethod
-    def add_flags(cls, group: Any, without: Collection[str] = ()) -> None:
-        """Add a flag for every setting that is not in `without`."""
+    def add_flags(cls, group: Any, action: Any = "store") -> None:
+        """Add a flag for every setting; `action` is that of flags with a value."""
         for f in fields(cls):  # type: ignore[arg-type]
-            if f.name in without:
-                continue
             text = f.metadata["help"].replace("%", "%%")
             if f.default is False:
                 group.add_argument(flag(f.name), action="store_true", help=text)
                 continue
             text += "" if f.default is None else f" Default: {f.default}."
             choices = f"{{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else None
-            group.add_argument(flag(f.name), type=f.metadata["parse"], default=f.default, metavar=choices, help=text)
+            options = {"type": f.metadata["parse"], "default": f.default, "metavar": choices, "help": text}
+            group.add_argument(flag(f.name), action=action, **options)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
@@ -76,12 +76,12 @@ def flag_with_value(name: str, value: Any) -> str:
     return f"{flag(name)} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
-def integers(text: str) -> tuple[int, ...]:
-    """Parse comma-separated integers."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be integers, such as 32768,65536") from None
+def integers(text: str, most: int | None = None) -> tuple[int, ...]:
+    """Parse comma-separated integers, at most `most` of them. Raises ValueError."""
+    parts = text.split(",")
+    if not all(re.fullmatch(r"-?\d{1,18}", part) for part in parts) or (most is not None and len(parts) > most):
+        raise ValueError(f"{text!r} must be {'an integer' if most == 1 else 'integers, such as 32768,65536'}")
+    return tuple(map(int, parts))
 
 
 def integer_or_auto(text: str) -> int | str:

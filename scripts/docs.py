@@ -53,7 +53,7 @@ def pages() -> dict[Path, str]:
 def actions() -> list[argparse.Action]:
     """The flags of training, all but `--wlb` itself."""
     parser = add_wlb_arguments(argparse.ArgumentParser(add_help=False))
-    return [action for action in parser._actions if action.dest != "wlb"]
+    return [each for each in parser._actions if each.dest != "wlb" and each.help != argparse.SUPPRESS]
 
 
 def flags() -> str:
@@ -104,12 +104,12 @@ def published() -> str:
 
 def cp_attention() -> str:
     """Speed-ups of the slowest rank's attention over per-sequence sharding, and the share of the attainable gain."""
-    shown = ("per-document", "wlb", "auto")
+    shown = ("per-document", "paper", "auto")
     lines = []
-    for (packing, cp), of in _balance("F2", ("original", "adaptive"), (2, 4, 8, 16, 32)):
+    for (packing, cp), of in _balance("F2", ("megatron", "adaptive"), (2, 4, 8, 16, 32)):
         cells = [f"{of[name]['speedup']:.2f} ({100 * of[name]['share_of_gain']:.0f} %)" for name in shown]
         lines.append([packing, str(cp), *cells, f"{of['limit']['speedup']:.2f}"])
-    titles = ["packing", "CP", "per-document", "`wlb`", "`auto` (ours)", "limit"]
+    titles = ["packing", "CP", "per-document", "`paper`", "`auto` (ours)", "limit"]
     return _table(titles, lines)
 
 
@@ -118,7 +118,7 @@ def cp_rows() -> str:
     shown = ("per-document, ring", "MagiAttention's dispatch", "dynamic CP", "auto", "auto, exchange")
     lines = []
     for data, title in (("F2", "F2"), ("dist_wlbllm", "DistCA's")):
-        for (packing, cp), of in _balance(data, ("original",), (8, 16, 32)):
+        for (packing, cp), of in _balance(data, ("megatron",), (8, 16, 32)):
             base = of["auto"]["predicted_us"]
             cells = [f"{of[name]['rows_in']:.2f} ({of[name]['predicted_us'] / base:.2f})" for name in shown]
             lines.append([title, packing, str(cp), *cells])

@@ -41,7 +41,7 @@ flags=(
     --vocab-size 255 --data-path "$work/data" --split '100,0,0' --eval-iters 0 --eval-interval 100
     --log-interval 1 --calculate-per-token-loss --data-cache-path "$work/cache" --distributed-backend gloo
 )
-balanced=(--context-parallel-size 2 --wlb --wlb-packing wlb --wlb-outlier-thresholds 256 --wlb-max-tokens 768)
+balanced=(--context-parallel-size 2 --wlb --wlb-packing paper:256 --wlb-max-tokens 768)
 
 train() { # NAME CHECKOUT SCRIPT..., which are flags of torchrun's, and ours
     local name=$1 path=$PWD:$work/$2

@@ -57,7 +57,7 @@ class Scheme:
 PLAIN = Scheme(packing=OriginalPacking(), sharding="per-sequence")
 FIXED = {s: Scheme(packing=FixedPacking(global_batches=1), sharding=s) for s in ("per-sequence", "per-document")}
 """Fixed-4D takes the faster of the two in every case."""
-WLB = Scheme(packing=None, sharding="wlb")
+WLB = Scheme(packing=None, sharding="paper")
 OURS = Scheme(packing=AdaptivePacking(), sharding="auto", reorder=True, our_exchange=True)
 DELAY = replace(OURS, packing=AdaptivePacking(max_delay_steps=30))
 BALANCE, DELAY_BALANCE = replace(OURS, our_exchange=False), replace(DELAY, our_exchange=False)
@@ -235,9 +235,9 @@ def figure_15(micro_batches: int) -> list[Row]:
         packed, _ = pack(case, PLAIN, -(-micro_batches // case.job.num_micro_batches))
         times: dict[str, list[float]] = {}
         for lengths in [lengths for p in packed for lengths in p.batch.lengths]:
-            layers = {s: _layer(case, replace(PLAIN, sharding=s), lengths) for s in (*FIXED, "wlb")}
+            layers = {s: _layer(case, replace(PLAIN, sharding=s), lengths) for s in (*FIXED, "paper")}
             us = {name: _time(each) for name, each in layers.items()}
-            us["WLB-LLM"] = us.pop("wlb")
+            us["WLB-LLM"] = us.pop("paper")
             us["optimal of the two"] = min(us["per-sequence"], us["per-document"])
             slow = _time(_layer(slower, FIXED["per-document"], lengths))
             us |= {f"per-document, {assumption}": slow, f"optimal, {assumption}": min(us["per-sequence"], slow)}

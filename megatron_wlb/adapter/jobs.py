@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megatron_wlb import packing
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.describe import refusals
@@ -17,6 +16,7 @@ from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.megatron import MegatronArguments, job_of
 from megatron_wlb.hardware.profile import AMPERE_PROFILE, DEFAULT_PROFILE, FLOPS_PROFILE
 from megatron_wlb.job import Job, Sharding
+from megatron_wlb.packing import policy_of
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.simulate.memory import DEVICE_SHARE
@@ -29,13 +29,11 @@ def check(args: Namespace) -> None:
         _check_spec(*spec)
     RunSettings.from_args(args)
     settings = PlanSettings.from_args(args)
-    policy = packing.from_args(args)
-    if said := packing.without_effect(args):
-        raise ValueError(f"{said[0]}; choose that, or take the flag out")
+    policy = policy_of(args.wlb_packing)
     if getattr(args, "sft", False) and policy.delays:
         raise ValueError(
-            f"--wlb: --wlb-packing {policy.name} moves documents by the windows that they fill, and rows of --sft fill "
-            "them in part; give adaptive without --wlb-max-delay-steps, or original"
+            f"--wlb: --wlb-packing {policy} moves documents by the windows that they fill, and rows of --sft fill "
+            "them in part; give adaptive or megatron"
         )
     a = MegatronArguments.of(vars(args))
     # Memory and the split of layers are checked later, once everything is known.
@@ -96,7 +94,7 @@ def from_args(args: Namespace, **fixed: Any) -> Job:
     return job_of(
         MegatronArguments.of(vars(args)),
         settings=settings,
-        packing=packing.from_args(args),
+        packing=policy_of(args.wlb_packing),
         sharding=Sharding.from_args(args),
         default_profile=profile,
         budget_bytes=_budget_bytes(args) if settings.memory_budget is None else None,

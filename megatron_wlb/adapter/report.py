@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -70,15 +69,13 @@ class Report:
         job = self._job
         if data.remark:
             print_rank_0(f"> wlb: {data.remark}")
-        policy = [f"--wlb-packing {job.packing.name}"]
-        values = ((f.name, getattr(job.packing, f.name)) for f in fields(job.packing))  # type: ignore[arg-type]
-        policy += [flag_with_value(name, value) for name, value in values if value is not None]
         groups = f" in groups of {job.schedule().group}" if job.parallel.vpp > 1 else ""
         print_rank_0(
             f"> wlb: {len(data.samples)} samples of {len(data.samples.parts)} datasets, from {data.first_sample} on; "
-            f"{' '.join(policy)} into {job.num_micro_batches} micro-batches a step{groups} for {job.global_batch_size} "
-            f"windows of {job.context_length} tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, "
-            f"CP sharding {job.sharding.cp_sharding}{' of latents' * (job.cp_exchange == 'latents')}"
+            f"--wlb-packing {job.packing} into {job.num_micro_batches} micro-batches a step{groups} for "
+            f"{job.global_batch_size} windows of {job.context_length} tokens, S_max {job.max_tokens}, crossover "
+            f"{job.crossover_tokens} tokens, CP sharding {job.sharding.cp_sharding}"
+            f"{' of latents' * (job.cp_exchange == 'latents')}"
         )
         if self._tried:
             why = untimed(job)
@@ -216,7 +213,7 @@ def _tell_of_delay(job: Job, data: SplitData) -> None:
     """Print what a delay would bring, if it is `WORTH` saying."""
     if (gain := delay_gain(job, data.samples, data.first_sample)) > WORTH:
         print(
-            f"> wlb: with {flag_with_value('max_delay_steps', DELAY.max_delay_steps)} this run is predicted to be "
+            f"> wlb: with {flag_with_value('packing', DELAY)} this run is predicted to be "
             f"{gain:.2f} times as fast; documents then wait up to {DELAY.max_delay_steps} steps",
             flush=True,
         )

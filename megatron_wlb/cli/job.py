@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from megatron_wlb import files, packing
+from megatron_wlb import files
 from megatron_wlb.cli.common import integer
 from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_log
 from megatron_wlb.describe.flags import PlanSettings, RunSettings, add_wlb_arguments
@@ -17,6 +17,7 @@ from megatron_wlb.describe.megatron import SWITCHED_OFF, MegatronArguments, flag
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE
 from megatron_wlb.job import Job, Packing, Sharding
 from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.packing import policy_of
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
@@ -125,12 +126,10 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
             "Assumed: an S_max of 1.25 windows; how much memory --wlb-max-tokens auto would find is known on the GPU, "
             "or by --wlb-memory-budget."
         )
-    policy = packing.from_args(args)
-    notes += (f"{said}: without effect." for said in packing.without_effect(args))
     return Run(
         arguments=_settled(arguments, args.model, notes),
         model=args.model,
-        packing=policy,
+        packing=policy_of(args.wlb_packing),
         sharding=Sharding.from_args(args),
         settings=settings,
         run_settings=RunSettings.from_args(args),

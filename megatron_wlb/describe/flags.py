@@ -1,15 +1,28 @@
 """Settings of planning and of the training run."""
 
 import argparse
+import functools
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron_wlb import packing
 from megatron_wlb.job import MAX_TOKENS, Sharding
+from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.mock import mock_lengths
 from megatron_wlb.settings import Settings, integer_or_auto, setting
 
+FORMER = {
+    "--wlb-max-delay-steps": "--wlb-packing adaptive:{}",
+    "--wlb-outlier-thresholds": "--wlb-packing paper:{}",
+    "--wlb-packing original": "--wlb-packing megatron",
+    "--wlb-packing wlb": "--wlb-packing paper",
+    "--wlb-cp-sharding wlb": "--wlb-cp-sharding paper",
+}
+"""Flags of the last release, or their values, and what stands for them now; they go with the next one."""
+_ASK_NOTHING = (None, "0", "auto", "truncate", "error")
+"""Values of former flags that were their defaults, as logs have them."""
 ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu")
 
 
@@ -125,11 +138,47 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         dest="wlb_no_load",
         help="With delay: go on where what waited at the loaded checkpoint is missing or does not fit.",
     )
-    packing.add_flags(group)
-    Sharding.add_flags(group)
+    policies = " ".join(f"{each.name}: {each.help}" for each in POLICIES.values()).replace("%", "%%")
+    group.add_argument(
+        "--wlb-packing",
+        action=_Renamed,
+        default=DEFAULT_POLICY,
+        metavar=f"{{{','.join(POLICIES)}}}",
+        help=f"How documents become micro-batches. {policies} Default: {DEFAULT_POLICY}.",
+    )
+    Sharding.add_flags(group, action=_Renamed)
     PlanSettings.add_flags(group)
     RunSettings.add_flags(group)
+    for former in FORMER:
+        if " " not in former:
+            group.add_argument(former, action=_Renamed, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
+
+
+class _Renamed(argparse.Action):
+    """Takes former flags and values by `FORMER`, and says so once, on the first rank."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        flag = self.option_strings[0]
+        now = FORMER.get(f"{flag} {values}", FORMER.get(flag))
+        if now is None:
+            # A former flag may have added the parameter already.
+            if not str(getattr(namespace, self.dest, None)).startswith(f"{values}:"):
+                setattr(namespace, self.dest, values)
+            return
+        if values in _ASK_NOTHING:
+            return
+        now, _, parameter = now.partition(" ")
+        _warn(f"{flag}{f' {values}' * bool(values)} is former; {now} {parameter}".format(values))
+        if parameter:
+            action = parser._option_string_actions[now]
+            action(parser, namespace, parameter.format(values), now)
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"> wlb: {text}", file=sys.stderr)
 
 
 def given_in(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> set[str]:

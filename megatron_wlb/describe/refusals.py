@@ -4,6 +4,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from megatron_wlb.packing import policy_of
+
 _REASONS = {
     "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
         "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
@@ -97,9 +99,7 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
     (
         "--save and --load to object storage are not supported with delay, what waits is a file beside the checkpoint; "
         "give a folder"
-    ): lambda a: (
-        any("://" in str(folder) for folder in (a.save, a.load)) and (a.wlb_max_delay_steps or a.wlb_packing == "wlb")
-    ),
+    ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)) and policy_of(a.wlb_packing).delays,
 }
 """Messages, formatted with the arguments `a`, and whether these are refused; a missing argument is None."""
 

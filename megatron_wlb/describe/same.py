@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.refusals import Lenient
+from megatron_wlb.packing import policy_of
 
 _BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss"}
 
@@ -40,10 +41,7 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
     "means over micro-batches are as with --context-parallel-size 1": lambda a: (
         (a.eod_mask_loss or a.sft) and (a.context_parallel_size or 1) > 1 and not a.calculate_per_token_loss
     ),
-    "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: a.wlb_packing == "wlb",
-    "documents may run {a.wlb_max_delay_steps} steps later": lambda a: (
-        a.wlb_packing == "adaptive" and a.wlb_max_delay_steps
-    ),
+    "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: policy_of(a.wlb_packing).delays,
     "documents are trained whole, where they begin": lambda a: a.wlb_documents == "whole",
     "mock documents have other lengths": lambda a: a.mock_data and a.wlb_mock_lengths is not None,
     "long conversations are left out": lambda a: a.sft and a.wlb_sft_too_long == "drop",

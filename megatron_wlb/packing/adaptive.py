@@ -21,7 +21,7 @@ import megatron_wlb._native as _native
 from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch, document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.pipeline.timeline import cost_weights
-from megatron_wlb.settings import setting
+from megatron_wlb.settings import integers
 
 LOOK_AHEAD_BATCHES = 4
 """Global batches that are known when a step is chosen, so that long documents find partners."""
@@ -34,25 +34,29 @@ class AdaptivePacking(Packing):
     """Settings of adaptive packing."""
 
     name = "adaptive"
-    help = "the least predicted time of a step, variable length; every document in its own step, unless it may wait."
-
+    help = (
+        "the least predicted time of a step, variable length; every document in its own step, so that every step "
+        "trains what Megatron's would. adaptive:D: a document may wait for a step that loses little time with it, at "
+        f"most D steps, {2 * FORCED_STEPS} or more."
+    )
     steady_tokens = True
 
-    max_delay_steps: int = setting(
-        0,
-        "Adaptive packing lets a document wait for a step that loses little time with it, at most this many steps: 0, "
-        f"never, so that every step trains what Megatron's would, or at least {2 * FORCED_STEPS}.",
-        parse=int,
-        least=0,
-        most=1 << 31,
-    )
+    max_delay_steps: int = 0
 
-    def check(self) -> None:
-        if 0 < self.max_delay_steps < 2 * FORCED_STEPS:
+    def __post_init__(self) -> None:
+        if self.max_delay_steps and not 2 * FORCED_STEPS <= self.max_delay_steps <= 1 << 31:
             raise ValueError(
-                f"--wlb-max-delay-steps is {self.max_delay_steps}; give 0, or at least {2 * FORCED_STEPS}, half of "
-                "which place what is late"
+                f"--wlb-packing adaptive:{self.max_delay_steps}: give a delay from {2 * FORCED_STEPS}, half of which "
+                f"place what is late, to {1 << 31} steps, or none"
             )
+
+    @classmethod
+    def of(cls, parameter: str) -> "AdaptivePacking":
+        return cls(max_delay_steps=integers(parameter, 1)[0]) if parameter else cls()
+
+    @property
+    def parameter(self) -> str:
+        return str(self.max_delay_steps or "")
 
     @property
     def delays(self) -> bool:

@@ -10,7 +10,7 @@ from megatron_wlb.job import Job, Packing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginalPacking(Packing):
-    name = "original"
+    name = "megatron"
     help = "Megatron's own windows in its order, one a micro-batch."
     keeps_order = True
     fixed_length = True

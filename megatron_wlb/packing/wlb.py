@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch, document_work
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.settings import integers, setting
+from megatron_wlb.settings import integers
 
 LATE_STEPS = 30
 """A document that did not fit and arrived longer ago is placed before all others."""
@@ -19,28 +19,32 @@ BACKLOG_STEPS = 2
 class WlbPacking(Packing):
     """Settings of `WlbPolicy`."""
 
-    name = "wlb"
+    name = "paper"
     help = (
-        "Algorithm 1 of WLB-LLM: equal work, variable length, very long documents wait until each micro-batch gets one."
+        "Algorithm 1 of WLB-LLM: equal work, variable length, very long documents wait until each micro-batch gets "
+        "one. paper:L_1,L_2,...: documents of L_i <= length < L_{i+1} wait in queue i; by default a half and three "
+        "quarters of --seq-length."
     )
 
-    outlier_thresholds: tuple[int, ...] | None = setting(
-        None,
-        "Of wlb packing: L_1,L_2,...; documents of L_i <= length < L_{i+1} wait in queue i until there is one for "
-        "every micro-batch. Default: a half and three quarters of --seq-length.",
-        parse=integers,
-    )
+    outlier_thresholds: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, parameter: str) -> "WlbPacking":
+        return cls(outlier_thresholds=integers(parameter)) if parameter else cls()
+
+    @property
+    def parameter(self) -> str:
+        return ",".join(map(str, self.outlier_thresholds or ()))
 
     @property
     def delays(self) -> bool:
         return True
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         thresholds = self.outlier_thresholds or (1,)
         if thresholds[0] < 1 or list(thresholds) != sorted(set(thresholds)):
             raise ValueError(
-                f"--wlb-outlier-thresholds is {','.join(map(str, thresholds))}; give lengths of at least 1 in "
-                "increasing order, such as 32768,65536"
+                f"--wlb-packing {self}: give lengths of at least 1 in increasing order, such as paper:32768,65536"
             )
 
     def thresholds(self, context_length: int) -> tuple[int, ...]:

@@ -102,9 +102,9 @@ def divide(
 
     Their sum must divide by 2 * cp. Chunks of a document, per-document, differ by at most a token: a pointer that
     rotates over them says which get one more, so every rank ends with the same number of tokens. (The paper, section
-    5.1, deals the remainder out as single tokens, which would be fragments.) `wlb` takes the better one of the paper's
-    two (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first. With `costs`, attention of
-    what is chosen runs in rounds.
+    5.1, deals the remainder out as single tokens, which would be fragments.) `paper` takes the better one of that
+    paper's two (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first. With `costs`,
+    attention of what is chosen runs in rounds.
     """
     name, time, rows, bounds, shares = _native.choose_sharding(
         lengths, cp, STRATEGIES[strategy], MOST_SHARES, kernel, costs

@@ -46,7 +46,7 @@ ALIKE_STEPS = 8
 WINDOW = 6144
 SHAPE = "--hidden-size 64 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 128 --swiglu"
 WAYS = {
-    "megatron": "--wlb --wlb-packing original --wlb-cp-sharding per-sequence",
+    "megatron": "--wlb --wlb-packing megatron --wlb-cp-sharding per-sequence",
     "wlb": "--wlb",
 }
 SILENCE_SECONDS = 4.0

@@ -58,7 +58,7 @@ def test_in_training(model, dataset):
     flags, without, functions = TRAINED[model]
     one, changing = (
         train(1, dataset, *flags.split(), "--wlb-packing", packing, without=without)["compiled"]
-        for packing in ("original", "wlb")
+        for packing in ("megatron", "paper")
     )
     assert set(functions.split()) <= one.keys() == changing.keys()
     assert all(changing[name] <= 2 * one[name] for name in one), (one, changing)

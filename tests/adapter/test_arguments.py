@@ -47,7 +47,7 @@ REFUSED = {
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
     "--wlb-max-tokens 128": "is under --seq-length 256.*give at least 256",
     "--wlb-max-tokens 301 --context-parallel-size 2": "give a multiple of 4",
-    "--wlb-outlier-thresholds 96,160": "is of --wlb-packing wlb, and packing is adaptive; choose that, or take",
+    "--wlb-packing paper:160,96": "--wlb-packing paper:160,96: give lengths of at least 1 in increasing order",
     "--seq-length 254 --tensor-model-parallel-size 4 --sequence-parallel": "give a multiple of 4",
     "--seq-length 1032 --fp8-format hybrid": "give a multiple of 16",
     "--wlb-micro-batches 8 --global-batch-size 7": "--global-batch-size is 7, by which .*; give a multiple of 2",

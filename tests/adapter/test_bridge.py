@@ -74,7 +74,7 @@ MODEL = dict(
     **{"transformer_layer_spec": local_layer_spec, "use_cpu_initialization": True},
 )
 """The model of `tests.adapter.training.MODEL`."""
-ALGORITHM_1 = {"packing": "wlb", "outlier_thresholds": (96, 160), "max_tokens": 320}
+ALGORITHM_1 = {"packing": "paper:96,160", "max_tokens": 320}
 
 
 SGD = {"optimizer": "sgd", "lr": 0.5, "sgd_momentum": 0.9}

@@ -43,7 +43,7 @@ def test_a_run_goes_on_from_what_was_whole_when_the_disk_was_full(dataset, tmp_p
     """With delay, what waits is written before a checkpoint counts."""
     checkpoints = tmp_path / "ckpt"
     flags = [*ADAM, "--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", "1"]
-    flags += ["--wlb-max-delay-steps", "20"]
+    flags += ["--wlb-packing", "adaptive:20"]
     save = state.save
 
     def limited(path, *rest):

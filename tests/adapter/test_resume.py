@@ -18,7 +18,6 @@ from megatron_wlb.plan import state
 from tests.adapter import training
 from tests.adapter.training import (
     ADAM,
-    ALGORITHM_1,
     CP2,
     GQA,
     LATENT,
@@ -41,15 +40,15 @@ SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
 @pytest.mark.parametrize(
     ("size", "flags", "packing"),
     [
-        (1, "", "wlb"),
+        (1, "", "paper:96,160"),
         (1, SCHEDULE, "adaptive"),
         (
             2,
             f"{PP2} --non-persistent-save-interval 2 --non-persistent-ckpt-type global --save-interval 9",
-            "adaptive --wlb-max-delay-steps 20",
+            "adaptive:20",
         ),
         (4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
-        *(full(4, f"{CP2} {VPP2}", packing) for packing in ("wlb", "original", "adaptive")),
+        *(full(4, f"{CP2} {VPP2}", packing) for packing in ("paper:96,160", "megatron", "adaptive")),
     ],
 )
 def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
@@ -57,13 +56,12 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
     train = functools.partial(training.train, without=without)
     common = [*flags.split(), *ADAM, *f"--wlb-packing {packing} --train-iters 3".split()]
     common += [] if flags == SCHEDULE else ["--wlb-micro-batches", "8"]
-    common += ALGORITHM_1[2:] if packing == "wlb" else []
     whole = train(size, dataset, *common, log=tmp_path / "whole.jsonl")
 
     save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "2", "--wlb-log", str(tmp_path / "parts.jsonl")]
     with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
         train(size, dataset, *save, *common, "--exit-interval", "2")
-    if waits := packing not in ("adaptive", "original"):
+    if waits := packing not in ("adaptive", "megatron"):
         assert state.load(state_path(str(tmp_path / "ckpt"), 2))[0]["step"] == 2
     assert state_path(str(tmp_path / "ckpt"), 2).exists() == waits
     resumed = train(size, dataset, *save, *common, "--load", str(tmp_path / "ckpt"))
@@ -77,10 +75,10 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
         assert torch.equal(resumed["params"][name], parameter), name
 
 
-DELAY = "--wlb-max-delay-steps 20"
+DELAY = "--wlb-packing adaptive:20"
 
 
-@pytest.mark.parametrize("packing", [DELAY, full("--wlb-packing wlb --wlb-outlier-thresholds 96,160")])
+@pytest.mark.parametrize("packing", [DELAY, full("--wlb-packing paper:96,160")])
 def test_delay_loses_no_document_when_layout_and_batch_size_change(packing, dataset, tmp_path):
     """What was trained and what waits in the last checkpoint are the pieces of the samples; starts say what is new."""
     windows, counts = [4, 8, 8, 16], [4, 16, 6, 8]
@@ -109,7 +107,7 @@ def test_delay_loses_no_document_when_layout_and_batch_size_change(packing, data
     waiting = np.concatenate(list(state.waiting(packer).values()))
     trained = Counter(length for e in entries(log) for lengths in e["lengths"] for length in lengths)
     drawn = packer["drawn_samples"]
-    flags = f"--wlb-packing original --global-batch-size 1 --train-samples 200 --exit-interval {drawn}".split()
+    flags = f"--wlb-packing megatron --global-batch-size 1 --train-samples 200 --exit-interval {drawn}".split()
     flags += ["--lr-decay-style", "constant"]
     without += " --global-batch-size"
     samples = train(1, dataset, *flags, without=without, log=tmp_path / "samples.jsonl", exits=True)["log"]
@@ -171,8 +169,8 @@ def test_with_delay_a_missing_state_stops_the_run_unless_told_to_go_on(dataset, 
     common = [*ADAM, "--save-interval", "1", "--override-opt-param-scheduler"]
     train(1, dataset, *common, *DELAY.split(), "--train-iters", "2", "--save", str(checkpoint))
     common += ["--train-iters", "3", "--load", str(checkpoint)]
-    with pytest.raises(RuntimeError, match="saved with --wlb-packing adaptive, this run has wlb; resume with the same"):
-        train(1, dataset, *common, "--wlb-packing", "wlb")
+    with pytest.raises(RuntimeError, match="saved with --wlb-packing adaptive, this run has paper; resume with"):
+        train(1, dataset, *common, "--wlb-packing", "paper")
     load = [*common, *DELAY.split()]
     with pytest.raises(RuntimeError, match="documents wait at the checkpoint 2 of .*leave them out by --no-load-wlb"):
         train(1, dataset, *common)

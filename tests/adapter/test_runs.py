@@ -212,7 +212,7 @@ def test_a_step_that_fails_validation_is_saved_as_still_to_come(dataset, whole, 
 def test_asynchronous_saving(worker, dataset, tmp_path, monkeypatch):
     """What waits is there before the checkpoint counts as saved."""
     log, checkpoint = tmp_path / "log.jsonl", tmp_path / "ckpt"
-    common = [*ADAM, "--train-iters", "4", "--wlb-max-delay-steps", "20"]
+    common = [*ADAM, "--train-iters", "4", "--wlb-packing", "adaptive:20"]
     train(1, dataset, *common, log=(uncut := tmp_path / "uncut.jsonl"))
     common += ["--save", str(checkpoint), "--save-interval", "1"]
     common += ["--async-save", "--async-strategy", "mcore", *worker]

@@ -35,7 +35,7 @@ MODEL = """
 """.split()
 
 WLB = "--wlb --wlb-max-tokens 320".split()
-ALGORITHM_1 = "--wlb-packing wlb --wlb-outlier-thresholds 96,160".split()
+ALGORITHM_1 = "--wlb-packing paper:96,160".split()
 ADAM = "--optimizer adam --lr 1e-3".split()
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"

@@ -41,10 +41,10 @@ FLAGS = "--num-query-groups 8 --wlb-crossover 128 --wlb-max-tokens 320"
 @pytest.mark.parametrize(
     ("variant", "flags"),
     [
-        pytest.param("original", f"{CP2_PP2} --wlb-packing original", marks=pytest.mark.full),
-        ("wlb", f"{CP2_PP2} --wlb-packing wlb --wlb-outlier-thresholds 128,192"),
-        pytest.param("fixed-8", f"{CP2_PP2} --wlb-packing fixed --wlb-global-batches 8", marks=pytest.mark.full),
-        ("delay", f"{DP2_PP2} --wlb-packing adaptive --wlb-max-delay-steps 30 --wlb-micro-batches 8"),
+        pytest.param("original", f"{CP2_PP2} --wlb-packing megatron", marks=pytest.mark.full),
+        ("wlb", f"{CP2_PP2} --wlb-packing paper:128,192"),
+        pytest.param("fixed-8", f"{CP2_PP2} --wlb-packing fixed:8", marks=pytest.mark.full),
+        ("delay", f"{DP2_PP2} --wlb-packing adaptive:30 --wlb-micro-batches 8"),
     ],
 )
 def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path, monkeypatch):  # noqa: F811

@@ -86,7 +86,7 @@ def test_the_same_tokens_by_hand(tmp_path, lengths, data, size):
 
 
 def test_a_delay_has_its_time_at_the_work_of_the_steps_of_megatron(tmp_path, lengths, data):
-    words = JOB, "--wlb-crossover 900 --wlb-packing wlb --data-path", data
+    words = JOB, "--wlb-crossover 900 --wlb-packing paper --data-path", data
     found, given = analyse(tmp_path, *words, "--steps 200"), setup(*words)
     packer = Packer(given.windows, given.job)
     steps = [[each.tolist() for each in packer.next().batch.lengths] for _ in range(230)][30:]
@@ -114,7 +114,7 @@ def test_rows_of_conversations_take_megatron_the_time_of_full_windows(data):
 
 def test_flags_to_add_are_those_that_were_given(data):
     """Beside --wlb; what auto chose is said apart, and a run that evaluates without validation data is told."""
-    given = "--wlb --wlb-packing wlb --wlb-outlier-thresholds 500,2000 --wlb-cp-sharding hybrid --wlb-max-tokens 6144"
+    given = "--wlb --wlb-packing paper:500,2000 --wlb-cp-sharding hybrid --wlb-max-tokens 6144"
     found = setup(JOB, "--data-path", data, given, "--wlb-log run.jsonl")
     assert (found.flags(), found.pins()) == (f"{given} --wlb-log run.jsonl", "")
     words = JOB.replace("--split 1", "--split 99,1,0"), "--data-path", data, "--wlb-memory-budget 1"
@@ -198,7 +198,7 @@ def test_megatron_interleaves_in_groups_of_its_own(windows, flag, megatron, ours
 
 
 def test_ranks_that_divide_experts_wait(tmp_path, long):
-    words = f"--num-gpus 16 {LARGE} --wlb-packing wlb --wlb-outlier-thresholds 16384 --steps 10 --num-experts 4 "
+    words = f"--num-gpus 16 {LARGE} --wlb-packing paper:16384 --steps 10 --num-experts 4 "
     words += f"--moe-ffn-hidden-size 256 {long}"
     alone, shared = (analyse(tmp_path, words, more) for more in ("", "--expert-model-parallel-size 4"))
     alone, shared = alone["schemes"], shared["schemes"]

@@ -40,7 +40,7 @@ def test_fewer_layers_on_the_last_stage(tmp_path, data):
 
 
 def test_gradients_in_the_dtype_of_the_model(data):
-    words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing original"
+    words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing megatron"
     found = setup(words)
     assert found.others == {"--wlb-cp-gradients model": found.job.sharded(cp_gradients="model")}
     assert not setup(words, "--wlb-cp-gradients model").others

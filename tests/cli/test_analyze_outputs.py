@@ -32,7 +32,7 @@ REPORTS = {
     ),
     "delay": (
         f"--wlb {LARGE} --num-experts 4 --moe-ffn-hidden-size 256 --expert-model-parallel-size 4 --eval-iters 0",
-        "--wlb-packing wlb --wlb-outlier-thresholds 16384 --wlb-log run.jsonl",
+        "--wlb-packing paper:16384 --wlb-log run.jsonl",
     ),
     "do_not": (
         f"{LARGE.replace('--context-parallel-size 2', '')} --dataloader-inter-document-masking --fp8-format hybrid "

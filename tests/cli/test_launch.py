@@ -35,7 +35,7 @@ def test_a_command(data):
 def test_typed_flags_take_precedence(data):
     """Of Megatron's and ours, whether they are the defaults or not."""
     line = (
-        "-- torchrun --nproc-per-node 2 pretrain_gpt.py --wlb --wlb-packing wlb --wlb-cp-gradients model "
+        "-- torchrun --nproc-per-node 2 pretrain_gpt.py --wlb --wlb-packing paper --wlb-cp-gradients model "
         "--wlb-micro-batches 8 --padded-vocab-size 2048 --recompute-modules mlp core_attn --data-path x y "
         "--tensor-model-parallel-size 2 --no-rope-fusion --num-layers 3"
     )

@@ -32,7 +32,7 @@ NETWORK = MEASURED.network
 
 @pytest.mark.parametrize(
     ("cp", "chosen", "cp_sharding"),
-    [(2, "shared", "auto"), (16, "latents", "auto"), (16, "latents", "wlb"), (32, "latents", "per-sequence")],
+    [(2, "shared", "auto"), (16, "latents", "auto"), (16, "latents", "paper"), (32, "latents", "per-sequence")],
 )
 def test_latents_travel_where_that_is_predicted_to_be_faster(cp, chosen, cp_sharding):
     """DeepSeek-V3 at TP = 8: between nodes nothing hides so many bytes; a few are cheaper than to expand all again."""

@@ -1,15 +1,17 @@
 """The flags are frozen: a new one needs a row of a benchmark that it moves, or somebody who cannot do without."""
 
 import argparse
+import re
 
-from megatron_wlb.describe.flags import add_wlb_arguments
+import pytest
+
+from megatron_wlb.describe import flags
+from megatron_wlb.describe.flags import FORMER, add_wlb_arguments
 
 REASONS = {
     "--wlb": "the plugin",
     "--no-load-wlb": "a run with delay whose state is lost",
-    "--wlb-packing": "packing.json: imbalance by policy",
-    "--wlb-outlier-thresholds": "packing.json: Algorithm 1 by its thresholds",
-    "--wlb-max-delay-steps": "step_time.json: `ours, delay`",
+    "--wlb-packing": "packing.json: imbalance by policy, Algorithm 1 by its thresholds; step_time.json: `ours, delay`",
     "--wlb-cp-sharding": "cp_balance.json: time of a layer by sharding",
     "--wlb-save-gathered-kv": "memory against an exchange in backward; no GPU has weighed them",
     "--wlb-cp-gradients": "step_time.json: `dK and dV as the model`",
@@ -29,6 +31,40 @@ REASONS = {
 }
 
 
+def parser():
+    return add_wlb_arguments(argparse.ArgumentParser(add_help=False))
+
+
 def test_every_flag_has_a_reason():
-    parser = add_wlb_arguments(argparse.ArgumentParser(add_help=False))
-    assert {flag for action in parser._actions for flag in action.option_strings} == REASONS.keys()
+    actions = [action for action in parser()._actions if action.help != argparse.SUPPRESS]
+    assert {flag for action in actions for flag in action.option_strings} == REASONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ("--wlb-packing original", "--wlb-packing megatron"),
+        ("--wlb-packing wlb --wlb-outlier-thresholds 96,160", "--wlb-packing paper:96,160"),
+        ("--wlb-outlier-thresholds 96,160 --wlb-packing wlb", "--wlb-packing paper:96,160"),
+        ("--wlb-max-delay-steps 20 --wlb-packing adaptive", "--wlb-packing adaptive:20"),
+        ("--wlb-max-delay-steps 0 --wlb-packing wlb", "--wlb-packing paper"),
+        ("--wlb-cp-sharding wlb", "--wlb-cp-sharding paper"),
+    ],
+)
+def test_former_flags_do_what_their_successors_do(former, now, capsys, monkeypatch):
+    flags._warn.cache_clear()
+    assert parser().parse_args(former.split()) == parser().parse_args(now.split())
+    assert re.search("> wlb: --wlb-.* is former; --", capsys.readouterr().err)
+    parser().parse_args([*former.split(), *former.split()])
+    assert capsys.readouterr().err == ""  # said once
+    monkeypatch.setenv("RANK", "1")
+    flags._warn.cache_clear()
+    parser().parse_args(former.split())
+    assert capsys.readouterr().err == ""
+
+
+def test_every_former_flag_is_gone_or_its_value_is():
+    known = {flag: action for action in parser()._actions for flag in action.option_strings}
+    for former in FORMER:
+        flag, _, value = former.partition(" ")
+        assert value or known[flag].help == argparse.SUPPRESS

@@ -59,8 +59,8 @@ def test_refused_if_given_at_all():
         ({"position_embedding_type": "relative"}, "--position-embedding-type relative is not supported"),
         ({"transformer_impl": "local", "layernorm_zero_centered_gamma": True}, "leave one of them out"),
         ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
-        ({"save": "msc://bucket/run", "wlb_packing": "wlb"}, "to object storage are not supported with delay"),
-        ({"load": "msc://bucket/run", "wlb_max_delay_steps": 20}, "to object storage are not supported with delay"),
+        ({"save": "msc://bucket/run", "wlb_packing": "paper"}, "to object storage are not supported with delay"),
+        ({"load": "msc://bucket/run", "wlb_packing": "adaptive:20"}, "to object storage are not supported with delay"),
     ],
 )
 def test_refused_for_its_value_or_beside_another(arguments, message):

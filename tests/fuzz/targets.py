@@ -28,7 +28,7 @@ BIN_BYTES = 4096
 LENGTHS = (np.arange(60) * 37 % 200, np.arange(40) * 11 % 30 + 1)
 """Lengths of the documents of two datasets; a few are empty, some longer than the window."""
 DELAYING = {
-    "wlb": WlbPacking(),
+    "paper": WlbPacking(),
     "adaptive": AdaptivePacking(max_delay_steps=20),
     "fixed": FixedPacking(global_batches=3),
 }

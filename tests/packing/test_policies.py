@@ -1,7 +1,5 @@
 """Packing policies: worked by hand, and what no policy may ever do to a document; flags and a policy of one's own."""
 
-import argparse
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.fixed import FixedPacking
 from megatron_wlb.job import MAX_TOKENS
-from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, add_flags, from_args, without_effect
+from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, policy_of
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking, assign
@@ -231,32 +229,21 @@ def test_wlb_releases_its_outliers_at_the_end_the_longest_first():
     assert packed(pack(policy, documents([]), exhausted=True)) == [[0], []]
 
 
-def test_flags_of_all_policies_make_the_one_that_is_named():
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-
-    def parsed(text):
-        return from_args(parser.parse_args(text.split()))
-
-    assert parsed("") == POLICIES[DEFAULT_POLICY]()
-    assert parsed("--wlb-packing wlb --wlb-outlier-thresholds 7,9") == WlbPacking(outlier_thresholds=(7, 9))
-    assert parsed("--wlb-packing adaptive --wlb-max-delay-steps 20") == AdaptivePacking(max_delay_steps=20)
-    delays = [text for text in ("", *(f"--wlb-packing {name}" for name in POLICIES)) if parsed(text).delays]
-    assert delays == ["--wlb-packing wlb"]
-    assert parsed("--wlb-max-delay-steps 20").delays
+def test_a_policy_and_its_parameter_are_one_word():
+    assert policy_of(None) == POLICIES[DEFAULT_POLICY]()
+    assert policy_of("paper:7,9") == WlbPacking(outlier_thresholds=(7, 9))
+    assert policy_of("adaptive:20") == AdaptivePacking(max_delay_steps=20)
+    assert [name for name in POLICIES if policy_of(name).delays] == ["paper"]
+    for text in (*POLICIES, "paper:7,9", "adaptive:20"):
+        assert str(policy_of(text)) == text
     for text, message in {
-        "--wlb-packing best": "--wlb-packing is 'best'; choose one of original, wlb, adaptive",
-        "--wlb-packing wlb --wlb-outlier-thresholds 9,7": "--wlb-outlier-thresholds is 9,7; give lengths of at least",
-        "--wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; give 0, or at least 20, half of which place what",
-        "--wlb-max-delay-steps -1": "--wlb-max-delay-steps is -1; it must be from 0",
+        "best": "--wlb-packing is 'best'; choose one of adaptive, megatron, paper",
+        "megatron:3": "megatron packing has no parameter '3'; leave it out",
+        "paper:9,7": "--wlb-packing paper:9,7: give lengths of at least 1 in increasing order",
+        "paper:x": "'x' must be integers, such as 32768,65536",
+        "adaptive:19": "--wlb-packing adaptive:19: give a delay from 20, half of which place what is late, to",
+        "adaptive:-1": "--wlb-packing adaptive:-1: give a delay from 20",
+        "adaptive:20,30": "'20,30' must be an integer",
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):
-            parsed(text)
-    for text, said in {
-        "": [],
-        "--wlb-outlier-thresholds 7,9": ["--wlb-outlier-thresholds is of --wlb-packing wlb, and packing is adaptive"],
-        "--wlb-packing original --wlb-max-delay-steps 20": [
-            "--wlb-max-delay-steps is of --wlb-packing adaptive, and packing is original"
-        ],
-    }.items():
-        assert without_effect(parser.parse_args(text.split())) == said
+            policy_of(text)

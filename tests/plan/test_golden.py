@@ -39,7 +39,7 @@ def drawn(rng):
     model = pick("550m", "llama2-7b", "llama3-8b", "deepseek-v2-lite")
     settings = PlanSettings(profile=pick("h100-fa2", "h100-fa2", "flops"), documents="whole" if whole else "windows")
     sharding = Sharding(
-        cp_sharding=pick("auto", "auto", "hybrid", "wlb", "per-document", "per-sequence"),
+        cp_sharding=pick("auto", "auto", "hybrid", "paper", "per-document", "per-sequence"),
         save_gathered_kv=bool(pick(0, 0, 1)),
         cp_gradients=pick("fp32", "model"),
     )

@@ -156,7 +156,7 @@ def test_a_run_goes_on_with_other_micro_batches(with_delay, num_micro_batches, n
     packer = packer_of(with_delay)
     steps = [packer.next() for _ in range(num_steps)]
     # Other thresholds too, so that what waits changes its queue.
-    changed = WlbPacking(outlier_thresholds=(20, 40, 60)) if with_delay.name == "wlb" else with_delay
+    changed = WlbPacking(outlier_thresholds=(20, 40, 60)) if with_delay.name == "paper" else with_delay
     how = {"num_micro_batches": num_micro_batches, "max_tokens": 2 * C}
     resumed = packer_of(changed, **how)
     resumed.load_state(through_json(steps[-1].state))

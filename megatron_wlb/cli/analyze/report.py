@@ -168,7 +168,7 @@ class Others(NamedTuple):
         job = self.setup.delayed
         if job is None or (faster := self._faster(job, CLOSE)) is None:
             return None
-        flag = flag_with_value("max_delay_steps", DELAY.max_delay_steps)
+        flag = flag_with_value("packing", DELAY)
         return {"flag": flag, "num_micro_batches": job.num_micro_batches} | faster
 
     def flags(self) -> list[dict[str, Any]]:

@@ -193,9 +193,9 @@ class Setup:
         run, flags = self.run, ["--wlb"]
         if run.launched.stated.get("attention_dropout") and not run.launched.is_log:  # which has defaults, too
             flags.append("--attention-dropout 0")
-        if run.packing.name != DEFAULT_POLICY:
-            flags.append(flag_with_value("packing", run.packing.name))
-        for each in (run.packing, run.sharding, run.settings, run.run_settings):
+        if str(run.packing) != DEFAULT_POLICY:
+            flags.append(flag_with_value("packing", run.packing))
+        for each in (run.sharding, run.settings, run.run_settings):
             values = ((f, getattr(each, f.name)) for f in fields(each))  # type: ignore[arg-type]
             flags += [flag_with_value(f.name, value) for f, value in values if value != f.default]
         return " ".join(flags)
