@@ -143,10 +143,10 @@ def measure(
         # Turns go back and forth, so that none always follows the same other.
         for method in list(layout.methods)[:: 1 if number % 2 == 0 else -1]:
             first = 2 + (number + 1) * size.steps
-            flags = f"--wlb --wlb-profile {profile} --wlb-crossover {crossover}"
+            flags = f"--wlb --wlb-profile {profile}"
             flags += f" --wlb-max-tokens {LONGEST * size.window} {layout.flags} {layout.methods[method]}"
             argv = arguments(dataset, size.window, windows * layout.ranks, first + size.steps, flags)
-            measured[method].append(run_world(train, 2, argv, first, timeout=600))
+            measured[method].append(run_world(train, 2, argv, first, crossover, timeout=600))
     return measured
 
 

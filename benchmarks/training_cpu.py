@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import sharding_kernel
+from megatron_wlb.describe import make
 from megatron_wlb.job import Job
 from tests.adapter.datasets import write_index
 from tests.reference.sharding import rank_work
@@ -70,9 +71,14 @@ def arguments(dataset: str, window: int, windows: int, last_step: int, flags: st
     return [*SHAPE, *TRAINING, *sizes.split(), "--data-path", dataset, "--train-iters", str(last_step), *flags.split()]
 
 
-def train(argv: list[str], first: int) -> Steps:
-    """In every process: train the steps from `first` on, at least 1, and the one before to warm up."""
+def train(argv: list[str], first: int, crossover: int | None = None) -> Steps:
+    """In every process: train the steps from `first` on, at least 1, and the one before to warm up.
+
+    `crossover` is that of training here, which no profile has; None: of the profile.
+    """
     pin()
+    if crossover is not None:
+        make.crossover = lambda job: crossover  # type: ignore[assignment]
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # upstream says hundreds of lines, here and in its log
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training

@@ -19,8 +19,10 @@ FORMER = {
     "--wlb-packing original": "--wlb-packing megatron",
     "--wlb-packing wlb": "--wlb-packing paper",
     "--wlb-cp-sharding wlb": "--wlb-cp-sharding paper",
+    "--wlb-crossover": "--wlb-profile",
 }
-"""Flags of the last release, or their values, and what stands for them now; they go with the next one."""
+"""Flags of the last release, or their values, and what stands for them now, or what it follows from without a value; they
+go with the next one."""
 _ASK_NOTHING = (None, "0", "auto", "truncate", "error")
 """Values of former flags that were their defaults, as logs have them."""
 ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu")
@@ -57,14 +59,6 @@ class PlanSettings(Settings):
         parse=float,
         least=2**-10,
         most=1 << 10,
-    )
-    crossover: int | None = setting(
-        None,
-        "Document length at which attention costs as much as everything else in a layer. Default: by the predicted "
-        "times of the model with --wlb-profile; by its FLOPs where that is flops.",
-        parse=int,
-        least=1,
-        most=1 << 35,
     )
     documents: str = setting(
         "windows",
@@ -169,7 +163,8 @@ class _Renamed(argparse.Action):
         if values in _ASK_NOTHING:
             return
         now, _, parameter = now.partition(" ")
-        _warn(f"{flag}{f' {values}' * bool(values)} is former; {now} {parameter}".format(values))
+        said = f"is now {now} {parameter}".format(values) if parameter else f"has no effect any more: see {now}"
+        _warn(f"{flag}{f' {values}' * bool(values)} {said}")
         if parameter:
             action = parser._option_string_actions[now]
             action(parser, namespace, parameter.format(values), now)

@@ -63,8 +63,6 @@ def make_job(
     }
     if "profile" not in fields:
         fields["profile"] = load_profile(settings.profile or default_profile)
-    if settings.crossover is not None:
-        fields.setdefault("crossover_tokens", settings.crossover)
 
     def asked() -> Job:
         """Return the job as settled so far, to predict times and memory with."""

@@ -15,6 +15,7 @@ from benchmarks import convergence
 from benchmarks.convergence import QUICK, VARIANTS, Trainer, cut, job_of
 from benchmarks.convergence_model import Shape, accumulate
 from benchmarks.fixed import FixedPacking
+from megatron_wlb.describe import make
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan.dataset import read_lengths
 from megatron_wlb.plan.packer import Packer
@@ -35,7 +36,7 @@ TINY = replace(
     context_length=256,
     crossover_over_window=0.5,
 )
-FLAGS = "--num-query-groups 8 --wlb-crossover 128 --wlb-max-tokens 320"
+FLAGS = "--num-query-groups 8 --wlb-max-tokens 320"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ FLAGS = "--num-query-groups 8 --wlb-crossover 128 --wlb-max-tokens 320"
 def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path, monkeypatch):  # noqa: F811
     """The losses and all gradients of three steps, of the weights that two updates have led to."""
     monkeypatch.setitem(POLICIES, "fixed", FixedPacking)
+    monkeypatch.setattr(make, "crossover", lambda job: 128)
     steps = f"--train-iters {STEPS} --weight-decay 0 --sgd-momentum 0.9"
     megatron = train(4, dataset, *FLAGS.split(), *flags.split(), *steps.split(), log=tmp_path / "log.jsonl")
     lengths = read_lengths(dataset).astype(np.int64)

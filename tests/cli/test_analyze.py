@@ -57,7 +57,7 @@ def imbalance(micro_batches, crossover):
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_same_tokens_by_hand(tmp_path, lengths, data, size):
     """One GPU: the windows of Megatron cut by hand, and in --wlb arranged without `analyze`."""
-    words = f"--wlb-micro-batches 4 --wlb-crossover 900 --micro-batch-size {size}"
+    words = f"--wlb-micro-batches 4 --micro-batch-size {size}"
     found = analyse(tmp_path, JOB, "--data-path", data, words, "--steps 200")
     job = setup(JOB, "--data-path", data, words).job
     assert found["steps"] == {"warm_up": 30, "packed": 200, "simulated": 200}
@@ -86,13 +86,13 @@ def test_the_same_tokens_by_hand(tmp_path, lengths, data, size):
 
 
 def test_a_delay_has_its_time_at_the_work_of_the_steps_of_megatron(tmp_path, lengths, data):
-    words = JOB, "--wlb-crossover 900 --wlb-packing paper --data-path", data
+    words = JOB, "--wlb-packing paper --data-path", data
     found, given = analyse(tmp_path, *words, "--steps 200"), setup(*words)
     packer = Packer(given.windows, given.job)
     steps = [[each.tolist() for each in packer.next().batch.lengths] for _ in range(230)][30:]
 
     def work(micro_batches):
-        return sum(d * (d + 900) for d in chain(*micro_batches))
+        return sum(d * (d + given.job.crossover_tokens) for d in chain(*micro_batches))
 
     us_per_work = sum(step_us(given.job, step) for step in steps) / sum(map(work, steps))
     per_token = work(windows(lengths)[: 200 * N]) / (200 * N * C)
@@ -212,10 +212,11 @@ def test_ranks_that_divide_experts_wait(tmp_path, long):
 
 def test_shares_of_work_by_hand(data, lengths):
     """Documents over the window count window by window."""
-    found = data_entries(setup(JOB, "--wlb-crossover 900 --wlb-micro-batches 4 --data-path", data))
+    given = setup(JOB, "--wlb-micro-batches 4 --data-path", data)
+    found, crossover = data_entries(given), given.job.crossover_tokens
     shares = found["shares"]
     assert (found["documents"], found["tokens"]) == (len(lengths), lengths.sum())
-    work = [d * 900 + (d // C) * C * C + (d % C) ** 2 for d in lengths.tolist()]
+    work = [d * crossover + (d // C) * C * C + (d % C) ** 2 for d in lengths.tolist()]
     for name, weights in (("documents", [1] * len(work)), ("tokens", lengths.tolist()), ("work", work)):
         over = sum(w for d, w in zip(lengths.tolist(), weights, strict=True) if 2048 < d <= 4096)
         assert shares[name][12] == pytest.approx(over / sum(weights))

@@ -18,7 +18,7 @@ from tests.cli.analyses import JOB, N, analyse, setup
 
 
 def test_fewer_layers_on_the_last_stage(tmp_path, data):
-    words = f"{JOB} --num-layers 8 --pipeline-model-parallel-size 2 --vocab-size 16384 --wlb-crossover 9000"
+    words = f"{JOB} --num-layers 8 --pipeline-model-parallel-size 2 --vocab-size 16384"
     words += f" --wlb-micro-batches 8 --data-path {data}"
 
     def layouts_of(found):
@@ -82,7 +82,7 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
 
 def test_other_layouts_have_the_tokens_of_the_run(data):
     """Where no flag says how many windows a step has, too."""
-    words = JOB.replace(f"--global-batch-size {N} ", ""), "--wlb-crossover 900 --data-path", data
+    words = JOB.replace(f"--global-batch-size {N} ", ""), "--data-path", data
     found = setup(*words, "--pipeline-model-parallel-size 2 --num-gpus 4")
     assert {each.global_batch_size for each in (found.job, *found.layouts)} == {4} and found.layouts
 
