@@ -15,7 +15,7 @@ from benchmarks import results
 from benchmarks.results import at_most
 
 STEPS, CARD = 3, 80
-GIVEN = "--vocab-size 32000 --wlb-attention-backend aten"
+GIVEN = "--vocab-size 32000 --attention-backend flash"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LOCAL = "--transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-masked-softmax-fusion"
 SMALL = f"""pretrain_gpt.py --wlb --mock-data --wlb-mock-lengths F2 --hidden-size 1024 --num-attention-heads 32

@@ -26,7 +26,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import DELAY, Prediction, delay_gain
 from megatron_wlb.plan.step import StepPlan, shard_step
-from megatron_wlb.runtime.backends import choose_backend
+from megatron_wlb.runtime.backends import Choice
 from megatron_wlb.runtime.measure import device_name
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate import memory
@@ -64,7 +64,7 @@ class Report:
         torch.distributed.broadcast_object_list(wanted, torch.distributed.get_world_size() - 1)
         self._wanted = tuple(wanted)
 
-    def start(self, data: SplitData, backend: str) -> None:
+    def start(self, data: SplitData, backend: Choice) -> None:
         """Print what is trained and how it is planned."""
         job = self._job
         if data.remark:
@@ -92,13 +92,11 @@ class Report:
             "> wlb: activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
             f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         )
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        chosen = str(choose_backend(device, job.model.head_sizes)) if self._run.attention_backend == "auto" else backend
         other = job.profile.differences(
-            head_size=job.model.head_size, dtype=_DTYPES[self._args.params_dtype], backend=backend
+            head_size=job.model.head_size, dtype=_DTYPES[self._args.params_dtype], backend=backend.name
         )
         measured = f" (measured with {other})" if other else ""
-        print_rank_0(f"> wlb: attention backend {chosen}, profile {job.profile.name}{measured}")
+        print_rank_0(f"> wlb: attention backend {backend}, profile {job.profile.name}{measured}")
 
     def begin_step(self) -> None:
         """Start a forward-backward pass, before its data are there."""

@@ -35,7 +35,7 @@ from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions
-from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.backends import choose_backend, get_backend
 
 
 class Training:
@@ -56,8 +56,10 @@ class Training:
             files.check_room(str(next(each for each in (folder, *folder.parents) if each.is_dir())), "--save")
         args.sft = False  # by which upstream would take means over our micro-batches in evaluation
         self._job = job = jobs.from_args(args)
+        asked = str(getattr(args, "attention_backend", "auto")).rpartition(".")[2]
+        self._backend = choose_backend(self._device.type, job.model.head_sizes, asked)
         self.attention = AttentionOptions(
-            backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
+            backend=get_backend(self._backend.name, self._device, job.model.head_sizes),
             save_gathered=job.sharding.save_gathered_kv,
             gradients_in_fp32=job.sharding.cp_gradients == "fp32",
             latents=job.cp_exchange == "latents",
@@ -153,7 +155,7 @@ class Training:
         """Return this rank's endless batches of every split, None for one that does not run; prints what is trained."""
         found = {split: self._load(split) for split in self._splits}
         if "train" in self._splits:
-            self._report.start(self._splits["train"], self.attention.backend.name)
+            self._report.start(self._splits["train"], self._backend)
         return dict.fromkeys(datasets.SPLITS) | found
 
     def _load(self, split: str) -> Iterator[Batch]:

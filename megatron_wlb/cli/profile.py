@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_megatron_flags(parser, MODEL_GROUPS)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument(
-        "--backend", default="auto", help="attention backend, as --wlb-attention-backend; default: auto"
+        "--backend", default="auto", help="attention backend: aten, flash_attn_3, te or cpu; default: as in training"
     )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
     parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer samples")

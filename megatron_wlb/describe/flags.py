@@ -20,12 +20,12 @@ FORMER = {
     "--wlb-packing wlb": "--wlb-packing paper",
     "--wlb-cp-sharding wlb": "--wlb-cp-sharding paper",
     "--wlb-crossover": "--wlb-profile",
+    "--wlb-attention-backend": "--attention-backend",
 }
-"""Flags of the last release, or their values, and what stands for them now, or what it follows from without a value; they
-go with the next one."""
+"""Flags of the last release, or values of them, and what stands for them now, or without a value, what it follows from.
+They go with the next release."""
 _ASK_NOTHING = (None, "0", "auto", "truncate", "error")
 """Values of former flags that were their defaults, as logs have them."""
-ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +77,6 @@ class PlanSettings(Settings):
 class RunSettings(Settings):
     """Settings of the training run that are not part of its job."""
 
-    attention_backend: str = setting(
-        "auto",
-        "Kernels under context-parallel attention. aten: FlashAttention-2, which torch ships. flash_attn_3, te: the "
-        "packages FlashAttention-3 and TransformerEngine. auto: on GPUs the first that passes a small test, from "
-        "Hopper on in the order flash_attn_3, te, aten, on older GPUs aten, te; without a GPU cpu.",
-        choices=ATTENTION_BACKENDS,
-    )
     strict: bool = setting(
         False,
         "Refuse flags that --wlb would set or switch off, and name them, instead of doing so.",

@@ -64,7 +64,6 @@ def test_memory_bounds_micro_batches():
         (f"{JOB} --num-gpus 6 --tensor-model-parallel-size 4", "^6 GPUs are no multiple of .* 4 x 1 x 1 = 4"),
         (f"{JOB} --window-size 64,0", "^--window-size: sliding windows cannot be simulated; give --approximate"),
         (f"{JOB} --wlb-packing best", "--wlb-packing is 'best'; choose one of"),
-        (f"{JOB} --wlb-attention-backend cuda", "--wlb-attention-backend is 'cuda'; choose"),
         (f"{JOB} --wlb-max-tokens 100", "--wlb-max-tokens 100 is under --seq-length 4096"),
         (f"{JOB} --wlb-memory-budget 0.001", r"micro-batches of at most \d+ tokens fit into memory"),
         (f"{JOB} --wlb-profile none.json", "no profile 'none.json'"),

@@ -20,7 +20,6 @@ REASONS = {
     "--wlb-memory-budget": "step_time.json, `settings.memory`: what fits a GPU",
     "--wlb-documents": "convergence.json: whole documents",
     "--wlb-profile": "published.json: times by device and kernels",
-    "--wlb-attention-backend": "the packages that an image has",
     "--wlb-strict": "who wants no flag changed",
     "--wlb-digest": "what a step trained, against Megatron's own run",
     "--wlb-sft-too-long": "conversations that upstream cuts off",

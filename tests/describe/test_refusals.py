@@ -51,7 +51,7 @@ def test_refused_if_given_at_all():
             {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False, "num_virtual_stages_per_pipeline_rank": 2},
             "leave --no-overlap-p2p-communication out",
         ),
-        ({"attention_backend": "AttnBackend.local"}, "--attention-backend local .*--wlb-attention-backend"),
+        ({"attention_backend": "AttnBackend.local"}, "--attention-backend AttnBackend.local runs no packed"),
         ({"window_size": (128, 128)}, r"--window-size is \(128, 128\); .*give LEFT,0"),
         (LATENT | {"position_embedding_type": "yarn"}, "give rope, and --rope-type yarn"),
         (LATENT | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),

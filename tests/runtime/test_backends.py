@@ -107,20 +107,25 @@ def test_auto_takes_the_first_that_works_and_says_why_not_the_others(choose):
 
 
 @pytest.mark.parametrize(
-    ("capability", "deterministic", "order"),
+    ("capability", "deterministic", "asked", "order"),
     [
-        ((8, 0), False, ["aten", "te"]),
-        ((9, 0), False, ["flash_attn_3", "te", "aten"]),
-        ((10, 0), False, ["flash_attn_3", "te", "aten"]),
-        ((9, 0), True, ["flash_attn_3", "aten", "te"]),
+        ((8, 0), False, "auto", ["aten", "te"]),
+        ((9, 0), False, "auto", ["flash_attn_3", "te", "aten"]),
+        ((10, 0), False, "auto", ["flash_attn_3", "te", "aten"]),
+        ((9, 0), True, "auto", ["flash_attn_3", "aten", "te"]),
+        ((8, 0), False, "flash", ["aten"]),
+        ((9, 0), False, "flash", ["flash_attn_3", "aten"]),
+        ((9, 0), True, "fused", ["te"]),
     ],
 )
-def test_auto_prefers_by_device(monkeypatch, capability, deterministic, order):
+def test_backends_are_preferred_by_device_among_those_that_megatron_asks_for(
+    monkeypatch, capability, deterministic, asked, order
+):
     monkeypatch.setattr(backends, "BACKENDS", dict.fromkeys(BACKENDS, _Missing))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     with pytest.raises(ValueError, match=re.escape(f"({'; '.join(f'{name}: not installed' for name in order)});")):
-        choose_backend.__wrapped__("cuda", HEAD_SIZES)
+        choose_backend.__wrapped__("cuda", HEAD_SIZES, asked)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ BACKENDS: dict[str, type[Backend]] = {
     "te": TeBackend,
     "cpu": CpuBackend,
 }
+OF_MEGATRON = {"flash": ("flash_attn_3", "aten"), "fused": ("te",)}
+"""Backends by Megatron's `--attention-backend`: FlashAttention, or cuDNN as TransformerEngine calls it; auto: any."""
 _HOPPER = (9, 0)
 _PREFERENCE = {"cuda": ("aten", "te"), "cpu": ("cpu",)}
 _PREFERENCE_ON_HOPPER = ("flash_attn_3", "te", "aten")
@@ -34,15 +36,17 @@ class Choice:
 
 
 @functools.cache
-def choose_backend(device_type: str, head_sizes: tuple[int, int]) -> Choice:
+def choose_backend(device_type: str, head_sizes: tuple[int, int], asked: str = "auto") -> Choice:
     """Return the first preferred backend that computes a small call correctly here.
 
-    Keys and values have `head_sizes`. Every rank tries for itself: the same machine image gives the same choice. From
-    compute capability 9.0 on, kernels written for it come first, te last with deterministic gradients, which take much
-    memory there. The order is reasoned, not measured. Raises ValueError if no backend works.
+    `asked` is Megatron's `--attention-backend`, which chooses between kernels of GPUs. Keys and values have
+    `head_sizes`. Every rank tries for itself: the same machine image gives the same choice. From compute capability 9.0
+    on, kernels written for it come first, te last with deterministic gradients, which take much memory there. The order
+    is reasoned, not measured. Raises ValueError if no backend works.
     """
     refused: list[tuple[str, str]] = []
-    for name in _preference(device_type):
+    among = OF_MEGATRON.get(asked, ()) if device_type == "cuda" else ()
+    for name in (each for each in _preference(device_type) if not among or each in among):
         try:
             check_value_size(BACKENDS[name], head_sizes)
             try_backend(BACKENDS[name](), torch.device(device_type), head_sizes)
