@@ -52,7 +52,7 @@ class Conversations:
 def read(path: str, args: Namespace) -> Conversations:
     """Return the conversations of a file or folder, tokenized by this process or another, now or before.
 
-    Raises ValueError for rows that are no conversations (unless `--wlb-sft-broken skip`), and for files that the
+    Raises ValueError for rows that are no conversations (unless `--wlb-sft-skip broken`), and for files that the
     datasets library cannot read.
     """
     try:
@@ -60,14 +60,14 @@ def read(path: str, args: Namespace) -> Conversations:
     except ImportError as error:
         raise ValueError(f"{path} needs the datasets library, as for upstream's --sft; install it") from error
     compute: Any = importlib.import_module("pyarrow.compute")
-    files, tokenizer = _files(path), _tokenizer(args)
+    files, tokenizer, skipped = _files(path), _tokenizer(args), args.wlb_sft_skip or ()
     tables = [_tokenized(file, tokenizer, args.data_cache_path, datasets) for file in files]
     table = datasets.concatenate_datasets(tables)
     reasons = table.data.column("broken")
     counts = compute.list_value_length(table.data.column("lengths")).to_numpy().astype(np.int64)
     if broken := [text for text in reasons.to_pylist() if text]:
-        if args.wlb_sft_broken != "skip":
-            raise ValueError(f"{broken[0]}; mend it, or leave such rows out by --wlb-sft-broken skip")
+        if "broken" not in skipped:
+            raise ValueError(f"{broken[0]}; mend it, or leave such rows out by --wlb-sft-skip broken")
         print_rank_0(f"> wlb: WARNING: {len(broken)} broken rows of {path} are left out: {'; '.join(broken[:3])}")
     (rows,) = np.nonzero(counts)
     if not len(rows):
@@ -79,12 +79,12 @@ def read(path: str, args: Namespace) -> Conversations:
     starts -= np.repeat(starts[begins[:-1]], np.diff(begins))
     size = int(lengths.sum())
     (long,) = np.nonzero(lengths > args.seq_length)
-    if args.wlb_sft_too_long == "drop":
+    if "long" in skipped:
         lengths[long] = 0
     if len(long):
         number = int(rows[np.searchsorted(begins, long[0], side="right") - 1])
         file = int(np.searchsorted(np.cumsum([len(each) for each in tables]), number, side="right"))
-        how = "left out" if args.wlb_sft_too_long == "drop" else "cut off there"
+        how = "left out" if "long" in skipped else "cut off there"
         print_rank_0(
             f"> wlb: {len(long)} of {len(lengths)} conversations of {path} have more than --seq-length "
             f"{args.seq_length} tokens, and are {how}; the first: {files[file]} row "

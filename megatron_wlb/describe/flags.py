@@ -21,6 +21,8 @@ FORMER = {
     "--wlb-cp-sharding wlb": "--wlb-cp-sharding paper",
     "--wlb-crossover": "--wlb-profile",
     "--wlb-attention-backend": "--attention-backend",
+    "--wlb-sft-too-long": "--wlb-sft-skip long",
+    "--wlb-sft-broken": "--wlb-sft-skip broken",
 }
 """Flags of the last release, or values of them, and what stands for them now, or without a value, what it follows from.
 They go with the next release."""
@@ -86,17 +88,12 @@ class RunSettings(Settings):
         "Print after every step a digest of all tokens that it trained, with targets, positions and weights, whatever "
         "their order. Given without --wlb, Megatron's own run prints its: the same digests, the same training.",
     )
-    sft_too_long: str = setting(
-        "truncate",
-        "What happens to conversations of --sft that are longer than --seq-length. truncate: cut off there, as "
-        "upstream does. drop: left out.",
-        choices=("truncate", "drop"),
-    )
-    sft_broken: str = setting(
-        "error",
-        "What happens to rows of --sft that are no conversations, or have no token to train. error: the run stops. "
-        "skip: they are left out, and counted.",
-        choices=("error", "skip"),
+    sft_skip: tuple[str, ...] | None = setting(
+        None,
+        "Rows of --sft to leave out, and count, as in long,broken. long: conversations longer than --seq-length, else "
+        "cut off there, as upstream does. broken: rows that are no conversations, or have no token to train, at which "
+        "the run stops otherwise.",
+        parse=lambda text: tuple(text.split(",")),
     )
     mock_lengths: str | None = setting(
         None,
@@ -106,6 +103,8 @@ class RunSettings(Settings):
     log: str | None = setting(None, "Append one JSON object a step to this file: loss, tokens, work, delays, shards.")
 
     def check(self) -> None:
+        if unknown := {*(self.sft_skip or ())} - {"long", "broken"}:
+            raise ValueError(f"--wlb-sft-skip has {unknown.pop()!r}; give long, broken, or both with a comma")
         if self.mock_lengths is not None:
             mock_lengths(self.mock_lengths)
 
@@ -160,7 +159,10 @@ class _Renamed(argparse.Action):
         _warn(f"{flag}{f' {values}' * bool(values)} {said}")
         if parameter:
             action = parser._option_string_actions[now]
-            action(parser, namespace, parameter.format(values), now)
+            value = action.type(parameter.format(values)) if action.type else parameter.format(values)
+            if isinstance(value, tuple):
+                value = (*(getattr(namespace, action.dest, None) or ()), *value)
+            action(parser, namespace, value, now)
 
 
 @functools.cache

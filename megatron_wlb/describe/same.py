@@ -44,8 +44,8 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
     "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: policy_of(a.wlb_packing).delays,
     "documents are trained whole, where they begin": lambda a: a.wlb_documents == "whole",
     "mock documents have other lengths": lambda a: a.mock_data and a.wlb_mock_lengths is not None,
-    "long conversations are left out": lambda a: a.sft and a.wlb_sft_too_long == "drop",
-    "broken rows are left out": lambda a: a.sft and a.wlb_sft_broken == "skip",
+    "long conversations are left out": lambda a: a.sft and "long" in (a.wlb_sft_skip or ()),
+    "broken rows are left out": lambda a: a.sft and "broken" in (a.wlb_sft_skip or ()),
 }
 """Sentences, formatted with the arguments `a` before --wlb sets any, and whether they hold; a missing argument is None.
 """

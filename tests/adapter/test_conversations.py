@@ -46,7 +46,7 @@ def arguments(tokenizer, path, **changes):
     """What reading conversations asks of upstream's arguments."""
     given = {"tokenizer_type": "SFTTokenizer", "tokenizer_model": tokenizer, "seq_length": 256}
     given |= {"sft_tokenizer_prompt_format": FORMAT, "data_cache_path": str(Path(path).parent / "cache")}
-    return Namespace(**given | {"wlb_sft_broken": "error", "wlb_sft_too_long": "drop"} | changes)
+    return Namespace(**given | {"wlb_sft_skip": ("long",)} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +110,9 @@ def test_broken_rows_stop_the_run_or_are_counted(line, message, tmp_path, tokeni
     path = write(tmp_path, SHORT, line, "", SHORT)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         conversations.read(path, arguments(tokenizer, path))
-    assert "--wlb-sft-broken skip" in str(error.value)
+    assert "--wlb-sft-skip broken" in str(error.value)
     for _ in range(2):  # also from the cache
-        found = conversations.read(path, arguments(tokenizer, path, wlb_sft_broken="skip"))
+        found = conversations.read(path, arguments(tokenizer, path, wlb_sft_skip=("long", "broken")))
         assert len(found.lengths) == 2 == len(found.begins) - 1 and found.rows.tolist() == [0, 2]
         assert "1 broken rows" in capsys.readouterr().out
 
@@ -184,7 +184,7 @@ def test_long_conversations_are_left_out_or_cut_off_as_upstream_does(tmp_path, t
     dropped = conversations.read(path, arguments(tokenizer, path))
     assert dropped.lengths[0] > 0 and dropped.lengths[1] == 0
     assert "1 of 2 conversations" in (said := capsys.readouterr().out) and "rows.jsonl row 2" in said
-    cut = conversations.read(path, arguments(tokenizer, path, wlb_sft_too_long="truncate"))
+    cut = conversations.read(path, arguments(tokenizer, path, wlb_sft_skip=None))
     assert cut.lengths[0] == dropped.lengths[0] and cut.lengths[1] > 256
 
 
@@ -232,7 +232,7 @@ def test_analyze_says_what_it_would_bring_and_what_upstream_pads(tmp_path, token
     flags += ["--model", "llama3-8b", "--seq-length", "256", "--sft-tokenizer-prompt-format", FORMAT, "--steps", "1"]
     assert main(["analyze", *flags, "--json", "-"]) == 0
     printed = capsys.readouterr()
-    found = conversations.read(path, arguments(tokenizer, path, wlb_sft_too_long="truncate"))
+    found = conversations.read(path, arguments(tokenizer, path, wlb_sft_skip=None))
     rows = np.add.reduceat(found.lengths, found.begins[:-1])
     assert json.loads(printed.out)["data"]["documents"] == 39 and len(rows) == 30
     padding = 1 - np.mean(np.minimum(rows, 256)) / 256

@@ -22,8 +22,7 @@ REASONS = {
     "--wlb-profile": "published.json: times by device and kernels",
     "--wlb-strict": "who wants no flag changed",
     "--wlb-digest": "what a step trained, against Megatron's own run",
-    "--wlb-sft-too-long": "conversations that upstream cuts off",
-    "--wlb-sft-broken": "one bad row of millions",
+    "--wlb-sft-skip": "conversations that upstream cuts off; one bad row of millions",
     "--wlb-mock-lengths": "memory.json: documents of a rehearsal without data",
     "--wlb-log": "what `compare` reads",
 }
@@ -48,6 +47,9 @@ def test_every_flag_has_a_reason():
         ("--wlb-max-delay-steps 0 --wlb-packing wlb", "--wlb-packing paper"),
         ("--wlb-cp-sharding wlb", "--wlb-cp-sharding paper"),
         ("--wlb-crossover 900", ""),
+        ("--wlb-attention-backend te", ""),
+        ("--wlb-sft-too-long drop --wlb-sft-broken skip", "--wlb-sft-skip long,broken"),
+        ("--wlb-sft-too-long truncate --wlb-sft-broken skip", "--wlb-sft-skip broken"),
     ],
 )
 def test_former_flags_do_what_their_successors_do(former, now, capsys, monkeypatch):
