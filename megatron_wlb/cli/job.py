@@ -150,7 +150,7 @@ def _wlb_values(launched: Launched) -> dict[str, Any]:
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}; give another value, or leave the flag out") from None
     if unknown and not launched.is_log:  # which may be of another release
-        raise ValueError(f"{short(unknown[0])} is no flag of --wlb; leave it out, or see megatron-wlb analyze --help")
+        raise ValueError(f"{short(unknown[0])} is no flag of --wlb; leave it out, or see docs/flags.md")
     return vars(found)
 
 

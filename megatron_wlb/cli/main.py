@@ -5,10 +5,14 @@ first line after the colon in the list of commands, the rest of it behind `COMMA
 """
 
 import argparse
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_wlb import __version__, files
@@ -24,21 +28,65 @@ MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong input in one line."""
+    """Reports wrong input in one line, and shows flags of a command's groups on --help-all only."""
 
     def __init__(self, **options: Any) -> None:
         # No abbreviations: --save is Megatron's.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+        self._shown: int | None = None
+
+    def show_groups(self, count: int) -> None:
+        """Show so many groups on --help, and add --help-all."""
+        self._shown = count
+        self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
+
+    def format_help(self) -> str:
+        every, self._action_groups = self._action_groups, self._action_groups[: self._shown]
+        try:
+            return super().format_help()
+        finally:
+            self._action_groups = every
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, refusal(self.prog, f"{message}; see {self.prog} --help"))
+        self.exit(2, refusal(self.prog, f"{message}; see {self.prog} --help{'-all' * bool(self._shown)}"))
+
+
+class _HelpAll(argparse.Action):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+        parser._shown = None
+        parser.print_help()
+        parser.exit()
+
+
+class _Version(_HelpAll):
+    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+        parser.exit(message=f"{version()}\n")
+
+
+def version() -> str:
+    """Return the version, the commit of a clone, and the versions of what trains."""
+    root, commit = Path(__file__).parents[2], ""
+    if (root / ".git").exists():
+        with contextlib.suppress(OSError):
+            command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    found = [f"megatron-wlb {__version__}{f' ({commit})' * bool(commit)}"]
+    for name in ("megatron-core", "torch", "transformer-engine"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
 
 
 @files.ending()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (default: the arguments of the process). Returns the exit code."""
     parser = Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM, without training.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--version", action=_Version, help="show versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
         first, _, rest = (module.__doc__ or "").partition("\n\n")
@@ -49,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             description=rest,
         )
         module.add_arguments(command)
+        if module is analyze:
+            command.show_groups(2)  # LOG, and outputs
         command.set_defaults(run=module.run)
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)

@@ -10,6 +10,8 @@ import sys
 import numpy as np
 import pytest
 
+from megatron_wlb import __version__
+from megatron_wlb.cli.main import main
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, RUN
 from tests.cli.commands import ROOT
@@ -22,6 +24,20 @@ def test_the_image_has_the_versions_of_the_tests():
     )
     assert len(pinned.items() & tested.items()) >= 6
     assert not [name for name in pinned.keys() & tested.keys() if pinned[name] != tested[name]]
+
+
+def test_help_fits_a_screen_and_the_version_says_what_trains(capsys):
+    def said(*words):
+        with pytest.raises(SystemExit) as ended:
+            main([*words])
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    short, every = said("analyze", "-h"), said("analyze", "--help-all")
+    assert len(short.splitlines()) <= 40 and short.count("    megatron-wlb analyze") == 3 and "--html" in short
+    assert "--num-layers" not in short and "--num-layers" in every and "--wlb-packing" in every
+    versions = rf"megatron-wlb {re.escape(__version__)}( \([0-9a-f]{{7,}}\))?, megatron-core [\d.]+, torch [\d.]+\S*, "
+    assert re.match(versions, said("--version"))
 
 
 @pytest.mark.full

@@ -177,7 +177,7 @@ def test_attention_across_documents_is_named(words, crosses):
     ("words", "message"),
     [
         ("", "^no --seq-length; give the log of a run, its command behind --, or its flags$"),
-        ("--seq-lenght 64", "^unrecognized arguments: --seq-lenght; see megatron-wlb analyze --help$"),
+        ("--seq-lenght 64", "^unrecognized arguments: --seq-lenght; see megatron-wlb analyze --help-all$"),
         ("--lr 3", "^unrecognized arguments: --lr; see"),
         ("train.log train.log", "^unrecognized arguments: train.log"),
         (f"train.log {RUN}", "^train.log and a command behind --; give one of them$"),

@@ -7,10 +7,9 @@ nor Megatron, nor torch; of the dataset, it reads only the .idx file.
     megatron-wlb analyze --html report.html -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
-LOG comes first. Flags take precedence over a log or a command. Lists Megatron's arguments that do not matter, are not
-simulated, or are refused by training with --wlb. Megatron (attention across documents, or documents apart) and --wlb
-(with the --wlb-* flags given) train the same tokens every step. Steps are packed, sharded and simulated as they would
-be trained. With -q the exit status is 0 if the verdict is to use --wlb, else 1.
+LOG comes first. Flags of Megatron and of --wlb (--help-all) take precedence over those of a log or a command. Megatron
+(attention across documents, or documents apart) and --wlb train the same tokens every step. Steps are packed, sharded
+and simulated as they would be trained.
 """
 
 import argparse
