@@ -63,7 +63,8 @@ class _HelpAll(argparse.Action):
 
 class _Version(_HelpAll):
     def __call__(self, parser: Any, *_: Any) -> NoReturn:
-        parser.exit(message=f"{version()}\n")
+        print(version())
+        parser.exit()
 
 
 def version() -> str:
