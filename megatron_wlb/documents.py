@@ -5,8 +5,9 @@ A sample of Megatron's dataset consists of pieces of documents; each is a docume
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -130,7 +131,14 @@ class Share(NamedTuple):
     high: float
 
 
-Round = Keys | Share
+class Near(NamedTuple):
+    """A round of the other documents in a layer with a window: the keys that queries see there."""
+
+    window: int
+    """Keys that a query sees before its own."""
+
+
+Round = Keys | Share | Near
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +173,33 @@ class ShardPlan:
         parts: list[Round] = [Keys.OWN, *(Share(*bounds) for bounds in itertools.pairwise(self.shares))]
         return (*[Keys.WHOLE] * whole, *any(shared) * (parts if self.shares else [Keys.SHARED]))
 
+    def rounds_of(self, window: int | None) -> tuple[Round, ...]:
+        """Return the rounds of a layer whose queries see so many keys before their own; None: all of their document.
+
+        In a window, shared documents go together.
+        """
+        if window is None:
+            return self.rounds
+        return tuple(Near(window) if of is Keys.SHARED else of for of in replace(self, shares=()).rounds)
+
     def calls(self, cp_rank: int, of: Round) -> tuple[np.ndarray, ...]:
         """Return the calls of a rank that have the documents of a round."""
         calls = self.shards[cp_rank].calls
         return calls if of is Keys.ALL else calls[:1] if of is Keys.WHOLE else calls[1:]
 
 
-def document_work(lengths: np.ndarray, crossover_tokens: int) -> np.ndarray:
+def document_work(
+    lengths: np.ndarray, crossover_tokens: int, window: int | None = None, windowed: Fraction = Fraction(1)
+) -> np.ndarray:
     """Work of documents of `lengths` (int64 [n]), int64 [n]; packing and placement balance it.
 
     W(d) = d * Lc + d * d, in attended token pairs: an integer, equal in C++ and Python. Lc, the crossover length, is
-    where attention costs as much as everything else (paper, equation 2 with W_a ~ d^2 and W_l ~ d).
+    where attention costs as much as everything else (paper, equation 2 with W_a ~ d^2 and W_l ~ d). In the share
+    `windowed` of the layers a query sees `window` keys before its own, which spares (d - window - 1)^2.
     """
     lengths = lengths.astype(np.int64)
-    return lengths * (lengths + crossover_tokens)
+    work = lengths * (lengths + crossover_tokens)
+    if window is None:
+        return work
+    beyond = np.maximum(lengths - window - 1, 0)
+    return work - beyond * beyond * windowed.numerator // windowed.denominator

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import megatron_wlb._native as _native
-from megatron_wlb.documents import Policy
+from megatron_wlb.documents import Policy, document_work
 from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import Matrix, ModelShape
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
@@ -191,7 +191,7 @@ class Job:
     max_tokens: int
     """S_max, the longest micro-batch; at least the context window."""
     crossover_tokens: int
-    """Lc, the document length at which attention costs as much as everything else in a layer."""
+    """Lc, the document length at which attention costs as much as everything else in a layer without a window."""
     packing: Packing
     sharding: Sharding = Sharding()
     reorder: bool = True
@@ -213,8 +213,6 @@ class Job:
     """Of the activations."""
     row_multiple: int = 1
     """Row alignment of FP8 and FP4 kernels on a rank."""
-    windowed: bool = False
-    """Some layers use sliding-window attention."""
     hidden_dropout: bool = False
     recompute: Recompute = Recompute()
     offloaded_layers: int = 0
@@ -317,6 +315,10 @@ class Job:
         again = not self.sharding.save_gathered_kv or "mla_up_proj" in self.recompute.modules
         return self.cp_exchange == "latents" and again and self.recompute.granularity != "full"
 
+    def work(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the work of documents of `lengths`, int64 [n], see `document_work`."""
+        return document_work(lengths, self.crossover_tokens, self.model.window, self.model.windowed_share)
+
     @property
     def expert_crossover_tokens(self) -> int:
         return self.crossover_tokens * self.model.expert_weights // self.model.token_weights
@@ -384,6 +386,17 @@ class Job:
         layers = self.decoder_layers()
         layers[-1, -1] += self.model.mtp_num_layers
         return layers
+
+    def layers_by_kind(self) -> np.ndarray:
+        """Return `layers` of every kind, int64 [kinds, pp, vpp], in the order of `ModelShape.kinds`."""
+        stages, kinds = self.decoder_layers().T, np.array(list(self.model.layer_kinds))
+        ends, found = np.cumsum(stages).reshape(stages.shape), []
+        for kind in self.model.kinds:
+            counts = np.append(0, np.cumsum(kinds == kind))
+            found.append(counts[ends] - counts[ends - stages])
+            # Megatron numbers MTP layers from 1 again.
+            found[-1][-1, -1] += (np.resize(kinds, self.model.mtp_num_layers) == kind).sum()
+        return np.array(found).swapaxes(1, 2)
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON types, for logs and checkpoints."""

@@ -2,9 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
+
+FULL, WINDOWED = "*", "W"
+"""Kinds of layers: attention to all of a document, or in a window; each with an MLP or experts."""
 
 
 class Matrix(NamedTuple):
@@ -61,6 +65,36 @@ class ModelShape:
     mtp_num_layers: int = 0
     """Layers for multi-token prediction, on the last stage: each with a joining matrix before and the output layer
     after it."""
+    window: int | None = None
+    """Keys that a query sees before its own in layers with a window."""
+    pattern: str = FULL
+    """Kinds of the layers, over and over: a letter of `FULL` or `WINDOWED` each."""
+
+    @property
+    def layer_kinds(self) -> str:
+        """The kind of every layer."""
+        return (self.pattern * -(-self.num_layers // len(self.pattern)))[: self.num_layers]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.layer_kinds))
+
+    def window_of(self, kind: str) -> int | None:
+        return self.window if kind == WINDOWED else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of attention; None: all of a document."""
+        return tuple(self.window_of(kind) for kind in self.kinds)
+
+    @property
+    def widest(self) -> int | None:
+        return None if None in self.windows else self.window
+
+    @property
+    def windowed_share(self) -> Fraction:
+        """Share of the layers with attention that have a window."""
+        return Fraction(self.layer_kinds.count(WINDOWED), self.num_layers)
 
     @property
     def query_size(self) -> int:

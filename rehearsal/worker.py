@@ -301,7 +301,7 @@ class Run:
         job, plan, stage = self._job, self._plan, parallel_state.get_pipeline_model_parallel_rank()
         rank = parallel_state.get_context_parallel_rank()
         rows = np.array([m.padded_tokens for m in plan.micro_batches]) / job.parallel.cp
-        exchanged = (moved_rows(m.shards)[rank] for m in plan.micro_batches)
+        exchanged = (moved_rows(m.shards, job.model.widest)[rank] for m in plan.micro_batches)
         moved = [(received / n, sent / n) for n, (received, sent) in zip(rows, exchanged, strict=True)]
         peak = memory.step_peak_bytes(job, stage, rows, moved)
         return memory.weight_bytes(job, stage) + peak

@@ -5,15 +5,17 @@ import itertools
 import json
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.pipeline.split import Split
 from megatron_wlb.settings import Settings, flag_with_value, integers, setting
 from megatron_wlb.simulate.memory import peak_bytes
-from tests.jobs import job
+from tests.jobs import MODEL, job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,27 @@ def test_a_job_goes_through_json(name):
     saved = json.loads(json.dumps(described.to_json()))
     assert saved["packing"]["name"] == name and saved["sharding"]["cp_gradients"] == "model"
     assert differences(saved, described.to_json()) == []
+
+
+def test_layers_of_every_kind_are_counted_where_they_run():
+    """Six layers on two stages of two chunks; Megatron numbers an MTP layer from 1 again."""
+    model = replace(MODEL, num_layers=6, window=64, pattern="WW*", mtp_num_layers=1)
+    layout = {"pp": 2, "vpp": 2, "split": Split(pipeline_model_parallel_layout="Et|tt|t|ttmL")}
+    given = job(model=model, **layout)
+    assert model.kinds == ("W", "*")
+    # Layers 1; 2 and 3; 4; 5, 6 and the MTP layer.
+    assert given.layers_by_kind().tolist() == [[[1, 1], [1, 2]], [[0, 0], [1, 1]]]
+    assert (given.layers_by_kind().sum(axis=0) == given.layers()).all()
+
+
+def test_work_is_linear_beyond_a_window():
+    """Two of three layers see 4 keys and a query's own; a pair counts twice, but once where the window still grows."""
+    given, lengths = job(model=replace(MODEL, num_layers=3, window=4, pattern="WW*")), np.arange(1, 200)
+    narrow, wide = (
+        np.array([sum(2 * min(i, seen) for i in range(1, n + 1)) - min(n, seen) for n in lengths]) for seen in (5, 200)
+    )
+    exact = lengths * given.crossover_tokens + (2 * narrow + wide) / 3
+    assert (given.work(lengths) == np.ceil(exact)).all()
 
 
 def test_experts_are_a_part_of_the_crossover():

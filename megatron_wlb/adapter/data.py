@@ -137,16 +137,18 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
         is_last: bool,
         experts: bool = False,
         encode: Encoding = varlen,
+        windows: Sequence[int | None] = (None,),
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """`experts`: the model has some; `encode`: of the attention backend; `order`: rows of the shard in the order of
-        the model's, int64 [s] by their number, None: the same."""
-        self._reading, self._cp_rank, self._encode, self._order = reading, cp_rank, encode, order
+        """`experts`: the model has some; `encode`: of the attention backend; `windows`: of `ModelShape`; `order`: rows
+        of the shard in the order of the model's, int64 [s] by their number, None: the same."""
+        self._reading, self._cp_rank, self._encode, self._windows = reading, cp_rank, encode, windows
+        self._order = order
         self._is_first, self._is_last, self._experts = is_first, is_last, experts
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
         tokens = labels = loss_mask = origin = positions = digested = None
-        metadata = ShardMetadata.build(plan.shards, self._cp_rank, self._encode)
+        metadata = ShardMetadata.build(plan.shards, self._cp_rank, self._encode, self._windows)
         if self._is_first or self._is_last:
             *parts, digested = self._read(plan)
             if self._order is not None:

@@ -168,6 +168,7 @@ class Training:
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
             experts=bool(args.num_experts),
             encode=self.attention.backend.encode,
+            windows=self._job.model.windows,
             order=self._tiled(tiles.order) if self._job.tp_tile_rows else None,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None

@@ -56,7 +56,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     """Add arguments that name a run: a log, flags (which win), or a command."""
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
     parser.add_argument(
-        "--approximate", action="store_true", help="estimate without what is not simulated, such as sliding windows"
+        "--approximate", action="store_true", help="estimate without what is not simulated, such as another attention"
     )
     add_megatron_flags(parser)
     add_wlb_arguments(parser)

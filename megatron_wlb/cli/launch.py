@@ -34,7 +34,6 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _REMEDY = "give the log of a run, as Megatron wrote it"
 NOT_SIMULATED = {
-    "window_size": "sliding windows",
     "hybrid_layer_pattern": "layers of several kinds",
     "hybrid_override_pattern": "layers of several kinds",
     "experimental_attention_variant": "another attention",

@@ -107,10 +107,11 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
     return arrive, leave if job.sharding.save_gathered_kv else arrive + leave
 
 
-def attention_kernels(job: Job) -> tuple[KernelModel, KernelModel]:
+def attention_kernels(job: Job, window: int | None = None) -> tuple[KernelModel, KernelModel]:
     """Attention of one layer on one rank, forward and backward, without communication."""
     heads, size = job.model.heads_per_rank(job.parallel.tp)[0], job.model.head_size
-    return job.profile.kernels(heads=heads, head_size=size, parts=exchange_parts(job))
+    forward, backward = job.profile.kernels(heads=heads, head_size=size, parts=exchange_parts(job))
+    return replace(forward, window=window), replace(backward, window=window)
 
 
 @lru_cache(maxsize=16)

@@ -1,6 +1,8 @@
 """Translates Megatron's arguments into a `Job`, for training and commands."""
 
+import ast
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
@@ -9,8 +11,8 @@ import msgspec
 
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.job import NUM_TILES, Job, Parallel, Recompute
-from megatron_wlb.model import ModelShape, latent_sizes
+from megatron_wlb.job import MAX_TOKENS, NUM_TILES, Job, Parallel, Recompute
+from megatron_wlb.model import FULL, WINDOWED, ModelShape, latent_sizes
 from megatron_wlb.pipeline.split import Split
 
 SWITCHED_OFF = {
@@ -27,6 +29,7 @@ FLAGS = {
 }
 """Arguments whose flags have another name. `world_size` is set by the launcher."""
 
+MOST_LAYERS = 1 << 12
 TILE_ROWS = 16384
 """Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger ones
 take more memory for little."""
@@ -71,7 +74,10 @@ class MegatronArguments:
     padded_vocab_size: int | None = _size("model", most=1 << 24)
     make_vocab_size_divisible_by: int = _size("model", default=128)
     transformer_impl: str = _other("model", default="transformer_engine")
-    window_size: tuple[int, int] | str | None = _other("model", "is not simulated")
+    window_size: tuple[int, int] | str | None = _other("model", "LEFT,0: keys that a query sees before its own")
+    window_attn_skip_freq: tuple[int, ...] | str | None = _other(
+        "model", "N: every Nth layer has no window; or a list such as ([1]*5+[0])*4, 1: a window"
+    )
     tokenizer_type: str | None = _other("model", "where --vocab-size does not say how many tokens it has")
     tokenizer_model: str | None = _other("model", "a folder with tokenizer.json, or a known name")
     multi_latent_attention: bool = _other("multi-latent attention", default=False)
@@ -172,7 +178,6 @@ def job_of(
         "context_length": a.seq_length,
         "global_batch_size": a.global_batch_size,
         "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
-        "windowed": a.window_size is not None,
         "hidden_dropout": a.hidden_dropout > 0,
         "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
         "recompute": recompute_of(a),
@@ -222,6 +227,8 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
         ffn = a.moe_ffn_hidden_size or sizes.get("ffn_hidden_size") or (base.ffn_hidden_size if base else 0)
         sizes["ffn_hidden_size"] = a.moe_router_topk * ffn + (a.moe_shared_expert_intermediate_size or 0)
         sizes["moe_router_topk"] = a.moe_router_topk
+    if (window := _window(a.window_size)) is not None:
+        sizes |= {"window": window, "pattern": _windowed_layers(a.window_attn_skip_freq)}
     model = replace(base, **sizes) if base is not None else ModelShape(**sizes)
     if model.num_attention_heads % model.num_query_groups:
         raise ValueError(
@@ -229,6 +236,45 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
             "change one of them"
         )
     return model
+
+
+def _window(given: tuple[int, int] | str | None) -> int | None:
+    """Return the keys that a query sees before its own; None: all. Raises ValueError for anything else."""
+    if given is None:
+        return None
+    sides = re.fullmatch(r"[\[(]?(-?\d{1,9}), ?-?\d{1,9}[\])]?", str(given))
+    if not sides or not -1 <= (left := int(sides[1])) <= MAX_TOKENS:
+        raise ValueError(f"--window-size is {short(given)}; give LEFT,0, with LEFT from -1 (no window) to {MAX_TOKENS}")
+    return None if left < 0 else left
+
+
+def _windowed_layers(given: tuple[int, ...] | str | None) -> str:
+    """Return `ModelShape.pattern` of `--window-attn-skip-freq`. Raises ValueError for anything else."""
+    text = "" if given is None else str(list(given)) if isinstance(given, tuple) else given
+    if text.isdecimal() and int(text):
+        return WINDOWED * (int(text) - 1) + FULL
+    try:
+        windows = _list_of(ast.parse(text, mode="eval").body) if text else [1]
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        windows = []
+    if not windows:
+        raise ValueError(
+            f"--window-attn-skip-freq is {short(text)}; give N, after which a layer has no window, or a list such as "
+            "([1]*5+[0])*4"
+        )
+    return "".join(WINDOWED if each else FULL for each in windows)
+
+
+def _list_of(node: ast.expr) -> list[int]:
+    """Return the list of an expression such as [1] * 5 + [0], as Megatron evaluates it, up to `MOST_LAYERS`."""
+    match node:
+        case ast.List(elts=items) if all(isinstance(each, ast.Constant) and each.value in (0, 1) for each in items):
+            return [int(each.value) for each in items]  # type: ignore[attr-defined]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return (_list_of(left) + _list_of(right))[:MOST_LAYERS]
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
+            return (_list_of(left) * min(times, MOST_LAYERS))[:MOST_LAYERS]
+    raise TypeError(ast.dump(node))
 
 
 def parallel_of(a: MegatronArguments) -> Parallel:

@@ -31,6 +31,8 @@ class KernelModel:
     """Parts of K and V: one computes while the next is transferred."""
     exchange: float = 0.0
     """Exposed time per row of K and V gathered from all ranks."""
+    window: int | None = None
+    """Keys that a query sees before its own, for counts; None: all of its document."""
 
     def count(self, segments: np.ndarray) -> tuple[int, int]:
         """Return (N_t, N_q), summed over SEGMENT [n]."""
@@ -44,11 +46,17 @@ class KernelModel:
         full = q // t
         # Query tile j (j = 0, 1, ...) ends at row start + (j + 1) * t and sees ceil(that / t) key tiles.
         first = -(-(starts + t) // t)
-        return full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t), -(-q // t)
+        tiles, query_tiles = full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t), -(-q // t)
+        if self.window is None:
+            return tiles, query_tiles
+        # It does not see the tiles before the first key of its first query: skipped + j of them, where that is over 0.
+        skipped = (starts - self.window) // t
+        rows = np.clip(query_tiles + np.minimum(skipped, 0), 0, None)
+        return tiles - rows * np.maximum(skipped, 0) - rows * (rows - 1) // 2, query_tiles
 
     def count_shard(self, calls: Sequence[np.ndarray]) -> tuple[int, int, int]:
         """Return non-empty calls, N_t and N_q of a shard."""
-        return sum(len(call) > 0 for call in calls), *self.count(np.concatenate(calls))
+        return sum(len(call) > 0 for call in calls), *(self.count(np.concatenate(calls)) if calls else (0, 0))
 
     def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
         """Return the time of counts or arrays, with the operations of csrc/pieces.h."""

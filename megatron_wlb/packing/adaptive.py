@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import megatron_wlb._native as _native
-from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch, document_work
+from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.pipeline.timeline import cost_weights
 from megatron_wlb.settings import integers
@@ -92,7 +92,7 @@ class DelayPolicy:
     """Micro-batches for the least time of a step of N * C tokens, under a bound on delay."""
 
     def __init__(self, job: Job, max_delay_steps: int) -> None:
-        self._pool = np.empty(0, DOCUMENT)  # ordered by index
+        self._job, self._pool = job, np.empty(0, DOCUMENT)  # ordered by index
         self._sizes = _sizes(job, job.num_micro_batches) | {
             "batch_tokens": job.batch_tokens,
             "max_delay_steps": max_delay_steps,
@@ -104,7 +104,7 @@ class DelayPolicy:
         room = LOOK_AHEAD_BATCHES * self._sizes["batch_tokens"] - int(self._pool["length"].sum())
         self._pool = np.concatenate((self._pool, draw.more(room)))
         lengths = self._pool["length"]
-        work, credit = document_work(lengths, self._sizes["crossover_tokens"]), int(lengths.sum()) - draw.ahead
+        work, credit = self._job.work(lengths), int(lengths.sum()) - draw.ahead
         rows, bounds = _native.choose_adaptive(lengths, work, self._pool["arrival"], step, credit, **self._sizes)
         documents, self._pool = self._pool[rows], np.delete(self._pool, rows)
         return PackedBatch(documents=documents, bounds=bounds)
@@ -161,7 +161,7 @@ def placed(documents: np.ndarray, job: Job, count: int, ranks: int | None = None
     sizes["largest_weight"] = sizes["unit_weight"] // job.parallel.vpp * (job.parallel.pp - 1)
     rows, bounds = _native.choose_adaptive(
         lengths,
-        document_work(lengths, job.crossover_tokens),
+        job.work(lengths),
         np.zeros(len(documents), np.int64),
         FORCED_STEPS + 1,  # all are forced
         0,

@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch, document_work
+from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.settings import integers
 
@@ -84,7 +84,7 @@ class WlbPolicy:
         late = np.zeros(len(documents), bool)
         late[: len(self._remained)] = self._remained["arrival"] + LATE_STEPS < step
         documents = documents[longest_first(documents, late)]
-        work = document_work(documents["length"], self._job.crossover_tokens)
+        work = self._job.work(documents["length"])
         micro_batch = assign(documents["length"], work, n, max_tokens)
         remained = documents[micro_batch == n]
         self._remained = remained[np.argsort(remained["index"], kind="stable")]

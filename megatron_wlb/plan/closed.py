@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.documents import DOCUMENT, PackedBatch, document_work
+from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking, placed
 from megatron_wlb.pipeline.timeline import makespans
@@ -86,7 +86,7 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[Pac
     documents["index"] = np.cumsum(lengths) - lengths
     dp, total = job.parallel.dp, int(lengths.sum())
     fewest = -(-total // (job.max_tokens * dp)) * dp
-    limit = 3 * job.parallel.vpp * int(document_work(lengths, job.crossover_tokens).sum()) / dp
+    limit = 3 * job.parallel.vpp * int(job.work(lengths).sum()) / dp
     # A sequence in each fits in any case, and a pipeline's groups divide twice as many.
     last = count or max(fewest, 2 * len(documents)) + dp * job.parallel.pp
     tried: list[_Made] = []
@@ -129,7 +129,7 @@ def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | N
     except ValueError:
         return None
     dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
-    work = document_work(documents["length"], job.crossover_tokens)
+    work = job.work(documents["length"])
     even = makespans(job.schedule(), np.full((1, count // dp), int(work.sum()) // count))[0]
     made: list[_Made] = []
     for apart in (True,) if equal else (False, True):
@@ -139,7 +139,7 @@ def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | N
         batch = _apart(documents, work, job) if apart else placed(documents, job, count)
         if batch is None:
             break
-        sums = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
+        sums = batch.sums(job.work(batch.documents["length"]))
         if batch.ranks is None:
             experts = batch.sums(batch.documents["length"]) * job.expert_crossover_tokens
             batch = replace(batch, ranks=placement.place(sums, job, experts))

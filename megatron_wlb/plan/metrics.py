@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_wlb.documents import PackedBatch, document_work
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
 
 
@@ -16,11 +16,7 @@ def original_work(drawn: np.ndarray, job: Job) -> np.ndarray:
     """Return the work of Megatron's micro-batches, int64 [samples]: DOCUMENT rows sample by sample."""
     sample = drawn["index"] // job.context_length
     begins = np.flatnonzero(np.diff(sample, prepend=-1))
-    return (
-        np.add.reduceat(document_work(drawn["length"], job.crossover_tokens), begins)
-        if len(drawn)
-        else np.empty(0, np.int64)
-    )
+    return np.add.reduceat(job.work(drawn["length"]), begins) if len(drawn) else np.empty(0, np.int64)
 
 
 def delays(packing: PackedBatch, step: int) -> dict[int, int]:

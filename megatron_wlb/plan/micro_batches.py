@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.documents import PackedBatch, document_work
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packer import Packer
@@ -117,7 +117,7 @@ def _measured(job: Job, samples: Samples, first_sample: int, least_steps: int = 
         if k < warm_up:
             continue
         time += step_time(job, packing)
-        work += float(document_work(lengths, job.crossover_tokens).sum())
+        work += float(job.work(lengths).sum())
         tokens += float(lengths.sum())
         late += float((np.maximum(step.step - packing.documents["arrival"], 0) * lengths).sum())
     return time / work, late / tokens

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.documents import PackedBatch, ShardPlan, document_work
+from megatron_wlb.documents import PackedBatch, ShardPlan
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics, placement
 from megatron_wlb.plan.packer import PackedStep, Packer
@@ -102,7 +102,7 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
         raise ValueError(f"dp_rank is {dp_rank}; give one from 0 to {job.parallel.dp - 1}")
     batch = packed.batch
     job = job.of_step(len(batch), int(batch.documents["length"].sum()))
-    work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
+    work = batch.sums(job.work(batch.documents["length"]))
     rows, paces = _placed(work, batch.sums(batch.documents["length"]), job, batch.ranks)
     mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
     micro_batches = []
@@ -129,7 +129,7 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
 def step_cost(batch: PackedBatch, job: Job) -> int:
     """Return the approximate time of the costliest data-parallel rank, in work."""
     job = job.of_step(len(batch), int(batch.documents["length"].sum()))
-    work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
+    work = batch.sums(job.work(batch.documents["length"]))
     _, paces = _placed(work, batch.sums(batch.documents["length"]), job, batch.ranks)
     return int(placement.rank_cost(paces, job).max())
 
@@ -142,7 +142,7 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray], ranks: np.ndarray | None
     """
     tokens = np.array([each.sum() for each in lengths])
     job = job.of_step(len(lengths), int(tokens.sum()))
-    work = np.array([document_work(each, job.crossover_tokens).sum() for each in lengths])
+    work = np.array([job.work(each).sum() for each in lengths])
     rows, paces = _placed(work, tokens, job, ranks)
     mine = [row[placement.order(pace, job)] for row, pace in zip(rows, paces, strict=True)]
     return [[select.shard(lengths[i], job) for i in row] for row in mine]

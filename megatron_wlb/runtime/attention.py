@@ -104,7 +104,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         """Without v, k holds K and V of all keys, `side_by_side`."""
         q, kv, arrived = owned(q), k if v is None else side_by_side(k, v), v is None
         out = q.new_empty((*q.shape[:2], keys_and_values(kv, q.shape[-1])[1].shape[-1]))
-        parts = _arrived(metadata) if arrived else metadata.parts
+        parts = _arrived(metadata) if arrived else metadata.parts_of(options.window)
         arriving = _arriving(kv, parts, group)
         lse: list[Tensor] = []
         kept: list[Tensor] = []

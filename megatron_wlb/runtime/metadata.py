@@ -3,7 +3,9 @@
 Shapes: s local rows, of which the documents of a round have n; P keys, the rows that local queries see of these.
 """
 
+import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -77,13 +79,15 @@ class ShardMetadata:
     encode: Encoding
     """Of the backend that the tables are for."""
     layouts: tuple[PartLayout, ...]
+    orders: Mapping[int | None, tuple[int, ...]]
+    """By the window of a layer: which of `layouts` it runs, in order."""
     sizes: tuple[int, ...]
     """Of the int64 arrays that begin `integers`: positions, then four for every `Part`; then the int32 tables."""
     integers: Tensor
 
     @classmethod
-    def build(cls, plan: ShardPlan, cp_rank: int, encode: Encoding) -> Self:
-        """Return the metadata of rank `cp_rank` of `plan`, on the host, for `encode`.
+    def build(cls, plan: ShardPlan, cp_rank: int, encode: Encoding, windows: Sequence[int | None] = (None,)) -> Self:
+        """Return the metadata of rank `cp_rank` of `plan`, on the host, for `encode` and layers of these windows.
 
         O(rows of the micro-batch). Raises ValueError for a rank that the plan does not have.
         """
@@ -96,7 +100,9 @@ class ShardMetadata:
         of_whole = sum(int((call["stop"] - call["start"]).sum()) for call in plan.calls(cp_rank, Keys.WHOLE))
         whole, shared = slice(0, of_whole), slice(of_whole, len(arrays[0]))
         rows_of: dict[Round, slice] = {Keys.ALL: slice(0, len(arrays[0])), Keys.WHOLE: whole}
-        for of in plan.rounds:
+        rounds = {window: plan.rounds_of(window) for window in windows}
+        every = list(dict.fromkeys(itertools.chain(*rounds.values())))
+        for of in every:
             moved, rows, calls = exchange(plan, cp_rank, of), rows_of.get(of, shared), []
             for begin, segments in moved.calls:
                 table, max_q, max_k = encode(moved.key_begins, segments)
@@ -124,6 +130,7 @@ class ShardMetadata:
             num_rows=len(arrays[0]),
             encode=encode,
             layouts=tuple(layouts),
+            orders={window: tuple(map(every.index, of_layer)) for window, of_layer in rounds.items()},
             sizes=tuple(map(len, arrays)),
             integers=torch.from_numpy(np.concatenate((*arrays, np.pad(packed, (0, len(packed) % 2)).view(np.int64)))),
         )
@@ -154,6 +161,15 @@ class ShardMetadata:
                 )
             )
         return tuple(found)
+
+    def parts_of(self, window: int | None) -> tuple[Part, ...]:
+        """Return the parts of a layer with this window. Raises ValueError for one that was not built."""
+        if window not in self.orders:
+            raise ValueError(
+                f"a layer's window is {window}, and the metadata are for {', '.join(map(str, self.orders))}; build them "
+                "with it"
+            )
+        return tuple(self.parts[i] for i in self.orders[window])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         return replace(self, integers=self.integers.to(device, non_blocking=non_blocking))

@@ -8,26 +8,31 @@ keys, make up a *pool*; its *keys* are the rows of the pool, document by documen
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from megatron_wlb.documents import SEGMENT, Keys, Round, Shard, ShardPlan, Share
+from megatron_wlb.documents import SEGMENT, Keys, Near, Round, Shard, ShardPlan, Share
 
 
-def moved_rows(plan: ShardPlan) -> np.ndarray:
+def moved_rows(plan: ShardPlan, window: int | None = None) -> np.ndarray:
     """Return the rows that every rank receives and sends, int64 [cp, 2].
 
     It receives the keys that its queries see and others hold, and sends each of its rows as often as another rank sees
-    it.
+    it. A query sees `window` keys before its own; None: all of its document.
     """
-    moved: np.ndarray = Ownership(plan).rows().sum(axis=0).T
+    moved: np.ndarray = Ownership(plan, window=window).rows().sum(axis=0).T
     return moved
 
 
 class Ownership:
-    """Which rank of a plan holds what of a round's documents; n segments, all ranks one after the other."""
+    """Which rank of a plan holds what of a round's documents; n segments, all ranks one after the other.
 
-    def __init__(self, plan: ShardPlan, of: Round = Keys.ALL) -> None:
+    The keys that a rank sees are *runs*: those of a document, or in a window those of a head and of a tail, or of both
+    where they meet.
+    """
+
+    def __init__(self, plan: ShardPlan, of: Round = Keys.ALL, window: int | None = None) -> None:
         by_rank = [plan.calls(rank, of) for rank in range(len(plan.shards))]
         calls = [call for each in by_rank for call in each]
         self.segments = np.concatenate(calls, dtype=SEGMENT)  # to find out the dtype takes five times as long
@@ -35,24 +40,58 @@ class Ownership:
         self.ranks = np.repeat(np.arange(len(by_rank)), [sum(map(len, each)) for each in by_rank])
         """int64 [n]."""
         self.cp, self.lengths = len(plan.shards), plan.lengths
-        self.seen = np.zeros((len(plan.lengths), self.cp), np.int64)
-        """int64 [documents, cp]: keys of each document that the queries of each rank see."""
-        np.maximum.at(self.seen, (self.segments["document"], self.ranks), self.segments["stop"])
-        self.is_shared = (self.seen > 0).sum(axis=1) > 1
+        held = np.zeros((len(plan.lengths), self.cp), bool)
+        held[self.segments["document"], self.ranks] = True
+        self.is_shared = held.sum(axis=1) > 1
         """bool [documents]: on several ranks."""
+        # Rows of the micro-batch, counted on from rank to rank.
+        begins = document_begins(plan.lengths)
+        self._total = int(begins[-1])
+        self._rows = begins[self.segments["document"]] + np.stack((self.segments["start"], self.segments["stop"]))
+        back = self.segments["start"] if window is None else np.minimum(self.segments["start"], window)
+        order = np.lexsort((self._rows[0], self.ranks))
+        firsts, stops = (self._rows - [back, np.zeros_like(back)] + self.ranks * self._total)[:, order]
+        documents = self.segments["document"][order]
+        alone = np.ones(len(order) + 1, bool)
+        alone[1:-1] = (documents[1:] != documents[:-1]) | (np.diff(self.ranks[order]) > 0) | (firsts[1:] > stops[:-1])
+        self._firsts, self._stops = firsts[alone[:-1]], stops[alone[1:]]
+        self._begins = document_begins(self._stops - self._firsts)
+        """First key of each run, those of all ranks one after the other."""
 
     def rows(self) -> np.ndarray:
         """Return rows of documents that ranks receive and send, int64 [documents, 2, cp]."""
-        moved = np.zeros((len(self.seen), 2, self.cp), np.int64)
+        moved = np.zeros((len(self.lengths), 2, self.cp), np.int64)
         (travel,) = np.nonzero(self.is_shared[self.segments["document"]])
-        segments, ranks = self.segments[travel], self.ranks[travel]
-        documents, lengths = segments["document"], segments["stop"] - segments["start"]
-        moved[:, 0] = self.seen * self.is_shared[:, None]
-        np.subtract.at(moved[:, 0], (documents, ranks), lengths)
-        # Segments do not overlap, so another rank sees all of one or nothing.
-        needed = (self.seen[documents] > segments["start"][:, None]).sum(axis=1) - 1
-        np.add.at(moved[:, 1], (documents, ranks), lengths * needed)
+        documents, ranks = self.segments["document"][travel], self.ranks[travel]
+        (first, stop), _ = self.seen(np.arange(self.cp)[:, None], travel)
+        counts = (stop - first).T
+        counts[np.arange(len(travel)), ranks] = 0
+        np.add.at(moved[:, 0], documents, counts)
+        np.add.at(moved[:, 1], (documents, ranks), counts.sum(axis=1))
         return moved
+
+    def seen(self, cp_rank: Any, segments: Any = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows [first, stop) of segments a rank sees, int64 [2, n], and their runs.
+
+        It sees all of a segment, its end, or nothing.
+        """
+        begins, stops = (rows[segments] + cp_rank * self._total for rows in self._rows)
+        run = np.searchsorted(self._firsts, stops) - 1
+        first = np.maximum(begins, self._firsts[run])
+        return np.stack((first, np.clip(stops, first, np.maximum(self._stops[run], first)))) - begins, run
+
+    def keys(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where runs of a rank begin among its keys, int64 [runs + 1]; of all segments the first key that it
+        sees, int64 [n]; and its own ones as it sees them, SEGMENT [n] by run."""
+        (first, _), run = self.seen(cp_rank)
+        runs = slice(*np.searchsorted(self._firsts, self._total * np.array([cp_rank, cp_rank + 1])))
+        before = self._rows[0] + first + cp_rank * self._total - self._firsts[run]
+        (mine,) = np.nonzero(self.ranks == cp_rank)
+        own = self.segments[mine]
+        own["stop"] += before[mine] - own["start"]
+        own["document"], own["start"] = run[mine] - runs.start, before[mine]
+        begins = self._begins[runs.start : runs.stop + 1] - self._begins[runs.start]
+        return begins, self._begins[run] - self._begins[runs.start] + before, own
 
 
 def document_begins(lengths: np.ndarray) -> np.ndarray:
@@ -85,10 +124,10 @@ class Exchange:
 
     calls: tuple[tuple[int, np.ndarray], ...]
     """Attention calls, each its first row and SEGMENT rows, whose documents count in `key_begins`: stop - start query
-    rows see `stop` keys, causally or all of them."""
+    rows see `stop` keys, causally, perhaps in a window, or all of them."""
     causal: bool
     key_begins: np.ndarray
-    """int64 [documents + 1]: first key of each document; a document without queries here has no keys."""
+    """int64 [runs + 1]: first key of each run, or document, of which one without queries here has no keys."""
     own_rows: int
     """So many of the first rows are keys."""
     sent: tuple[int, ...]
@@ -116,23 +155,24 @@ def exchange(plan: ShardPlan, cp_rank: int, of: Round) -> Exchange:
     calls = plan.calls(cp_rank, of)
     if of is Keys.OWN:
         return _own_keys(np.concatenate(calls, dtype=SEGMENT))
-    held = Ownership(plan, of)
+    held = Ownership(plan, of, of.window if isinstance(of, Near) else None)
     return _share_of_keys(held, cp_rank, calls, of) if isinstance(of, Share) else _all_keys(held, cp_rank, calls)
 
 
 def _all_keys(held: Ownership, cp_rank: int, calls: Sequence[np.ndarray]) -> Exchange:
-    """Of every document, the keys up to the rank's last query."""
-    begins = document_begins(held.seen[:, cp_rank])
+    """All keys that the rank's queries see, run by run."""
+    begins, place, seeing = held.keys(cp_rank)
     rows = document_begins(np.array([(call["stop"] - call["start"]).sum() for call in calls])).tolist()
+    each = np.split(seeing, np.cumsum([len(call) for call in calls])[:-1])
     return _exchange(
         held,
         cp_rank,
         Share(0.0, 1.0),
-        calls=[(row, call) for row, call in zip(rows[:-1], calls, strict=True) if len(call)],
+        calls=[(row, call) for row, call in zip(rows[:-1], each, strict=True) if len(call)],
         causal=True,
         key_begins=begins,
         own_rows=rows[-1],
-        place=begins[held.segments["document"]] + held.segments["start"],
+        place=place,
     )
 
 
@@ -204,7 +244,7 @@ def _exchange(
     own = held.segments[held.ranks == cp_rank]
     first_rows = document_begins(own["stop"] - own["start"])[:-1]
     arriving = _arriving(held, cp_rank, share)
-    leaving = np.stack([_rows_seen(own, seen, share) for seen in held.seen.T], axis=1)
+    leaving = _shared(held.seen(np.arange(held.cp)[:, None], held.ranks == cp_rank)[0], share)
     leaving[:, cp_rank] = 0
     first_own = place[held.ranks == cp_rank]
     own_counts = np.clip(own_rows - first_rows, 0, own["stop"] - own["start"])
@@ -225,12 +265,12 @@ def _exchange(
 
 def _arriving(held: Ownership, cp_rank: int, share: Share) -> np.ndarray:
     """Return the rows [first, stop) of each segment that others send to a rank, int64 [2, n]."""
-    arriving = _rows_seen(held.segments, held.seen[:, cp_rank], share)
+    arriving = _shared(held.seen(cp_rank)[0], share)
     arriving[:, held.ranks == cp_rank] = 0
     return arriving
 
 
-def _rows_seen(segments: np.ndarray, seen: np.ndarray, share: Share) -> np.ndarray:
-    """Return the rows [first, stop) of each segment in a share of a rank's `seen` keys, int64 [2, n]."""
-    rows = np.clip(np.minimum(segments["stop"], seen[segments["document"]]) - segments["start"], 0, None)
-    return np.stack([(rows * share.low).astype(np.int64), (rows * share.high).astype(np.int64)])
+def _shared(rows: np.ndarray, share: Share) -> np.ndarray:
+    """Return a share of rows [first, stop) of segments, int64 [2, ...]."""
+    counts = rows[1] - rows[0]
+    return rows[0] + np.stack([(counts * share.low).astype(np.int64), (counts * share.high).astype(np.int64)])

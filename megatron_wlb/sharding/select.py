@@ -16,6 +16,7 @@ from megatron_wlb.cost.attention import ExchangeModel, attention_kernels, exchan
 from megatron_wlb.documents import SEGMENT, Shard, ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import STRATEGIES, Job
+from megatron_wlb.sharding.routing import moved_rows
 
 # Beside a constant: predicted time of a layer that is lost without it, median and most of ten jobs (CP = 2 to 32, 7B to
 # 405B, documents of F2, 5 seeds). `test_everything_that_is_tried_pays` holds four of these jobs to it.
@@ -57,20 +58,37 @@ def round_costs(job: Job) -> RoundCosts:
         / job.profile.memory_gb_per_s
         / 1e3,
         kept=job.sharding.save_gathered_kv,
-        shares=() if together or job.windowed else KEY_SPLITS,
+        shares=() if together or job.model.widest is not None else KEY_SPLITS,
     )
 
 
-def attention_times(plan: ShardPlan, job: Job) -> tuple[list[np.ndarray], list[float]]:
-    """Return predicted attention times of a layer, in us, forward and backward.
+def attention_times(plan: ShardPlan, job: Job, window: int | None = None) -> tuple[list[np.ndarray], list[float]]:
+    """Return predicted attention times of a layer with this window, in us, forward and backward.
 
     First the kernels of every rank, float64 [cp] each; then the time that the exchange adds to the slowest rank, each.
     """
+    if window is not None:
+        return _times_in_window(plan, job, window)
     calls = [call for shard in plan.shards for call in shard.calls]
     segments = np.concatenate(calls, dtype=SEGMENT).view(np.int64)  # to find out the dtype takes five times as long
     bounds = np.cumsum([0, *map(len, calls)]).tolist()
     cp, costs = len(plan.shards), round_costs(job)
     *busy, forward, backward = _native.attention_times(segments, bounds, cp, plan.shares, costs)
+    return busy, [end - float(each.max()) for each, end in zip(busy, (forward, backward), strict=True)]
+
+
+def _times_in_window(plan: ShardPlan, job: Job, window: int) -> tuple[list[np.ndarray], list[float]]:
+    """Return `attention_times` in a window, where all that is exchanged moves at once, as csrc/rounds.cpp has it."""
+    kernels, costs = attention_kernels(job, window), round_costs(job)
+    counts = np.array([[kernels[0].count_shard(part) for part in (s.calls[:1], s.calls[1:])] for s in plan.shards])
+    whole, shared = ([kernel.time(*counts[:, i].T) for kernel in kernels] for i in range(2))
+    moved = np.array(float(moved_rows(plan, window).max()))
+    arrive, leave = map(float, costs.exchange.times(moved))
+    forward = float((np.maximum(whole[0], arrive) + shared[0]).max())
+    ahead = costs.exchange.ahead * int(plan.lengths.sum() // len(plan.shards))
+    free = shared[1] + max(arrive * (not costs.kept) - ahead, 0.0)
+    backward = max(float(free.max()) + leave, float((free + whole[1]).max()))
+    busy = [whole[i] + shared[i] for i in range(2)]
     return busy, [end - float(each.max()) for each, end in zip(busy, (forward, backward), strict=True)]
 
 

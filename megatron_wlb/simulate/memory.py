@@ -62,8 +62,8 @@ def stage_weights(job: Job) -> np.ndarray:
     return weights
 
 
-def attention_tensors(job: Job) -> dict[str, Tensor]:
-    """Tensors that attention keeps, with the norm before it."""
+def attention_tensors(job: Job, window: int | None = None) -> dict[str, Tensor]:
+    """Tensors that attention in a window keeps, with the norm before it."""
     model, p, w = job.model, job.parallel, job.bytes_per_value
     latents, norms, keys = (
         job.cp_exchange == "latents",
@@ -78,7 +78,7 @@ def attention_tensors(job: Job) -> dict[str, Tensor]:
         "q": Tensor(w * model.query_size / p.tp, ("mla_up_proj",)),
         "kv": Tensor(0 if job.expands_again else w * seen * keys / p.tp),
         "out": Tensor(w * model.output_size / p.tp),
-        "gathered": Tensor(w * p.cp * keys / p.tp if gathered else 0, ("core_attn",)),
+        "gathered": Tensor(w * (1 + one_document(job, window)[0]) * keys / p.tp if gathered else 0, ("core_attn",)),
         "log-sum-exps": Tensor(4 * model.num_attention_heads / p.tp, ("core_attn",)),
     }
     if not model.kv_lora_rank:
@@ -122,9 +122,9 @@ def _mask_bytes(job: Job) -> float:
     return job.model.hidden_size / job.parallel.sequence_ranks if job.hidden_dropout else 0
 
 
-def layer_bytes(job: Job) -> float:
-    """Bytes that a layer keeps for backward unless fully recomputed."""
-    return _kept(job, attention_tensors(job)) + _kept(job, mlp_tensors(job))
+def layer_bytes(job: Job, window: int | None = None) -> float:
+    """Bytes that a layer with this window keeps for backward unless fully recomputed."""
+    return _kept(job, attention_tensors(job, window)) + _kept(job, mlp_tensors(job))
 
 
 def mtp_bytes(job: Job) -> float:
@@ -158,13 +158,15 @@ Moved = tuple[float, float]
 """Rows of K and V that a context-parallel rank receives and sends, per row that it holds."""
 
 
-def one_document(job: Job) -> Moved:
+def one_document(job: Job, window: int | None = None) -> Moved:
     """Return what moves if a single document is on all ranks.
 
-    The rank with its beginning and end sees all keys, and sends its first half to all others.
+    The rank with its beginning and end sees all keys, and sends its first half to all others. In a window, a rank sees
+    and sends one before each half.
     """
     others = job.parallel.cp - 1
-    return others, others / 2
+    near = others if window is None else min(others, 2 * window * job.parallel.cp / job.context_length)
+    return near, min(near, others / 2)
 
 
 def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
@@ -177,8 +179,8 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     Assumes one stage, half of the rank's rows per call, and FlashAttention-2 kernels, which hold dQ in fp32, and dK and
     dV for every query head.
     """
-    model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job)
-    received, sent = moved or one_document(job)
+    model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job, job.model.widest)
+    received, sent = moved or one_document(job, model.widest)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, (model.key_size + model.value_size) / p.tp
     again = ("q", "kv", "gathered", "log-sum-exps") if "core_attn" in job.recompute.dropped else ()
     held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
@@ -264,17 +266,20 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     model, parallel, recompute = job.model, job.parallel, job.recompute
     # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
-    received, _ = moved or one_document(job)
+    received, _ = moved or one_document(job, model.widest)
     ahead = 0 if "core_attn" in job.recompute.dropped else _arrived_bytes(job, received)
     at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job, moved) - _kept(job, mlp_tensors(job)))
+    by_kind = job.layers_by_kind()[:, stage]
+    in_layer = np.array([layer_bytes(job, model.window_of(kind)) for kind in model.kinds])
+    each = (in_layer[:, None] * (by_kind / np.maximum(1, by_kind.sum(axis=0)))).sum(axis=0)
     if recompute.granularity == "full":
         block = recompute.method == "block"
         recomputed = np.minimum(recompute.num_layers or 0, layers) if block else layers
         together = 1 if block else recompute.num_layers or 1
-        kept = recomputed * layer_input_bytes(job) / together + (layers - recomputed) * layer_bytes(job)
-        at_once += together * layer_bytes(job)
+        kept = recomputed * layer_input_bytes(job) / together + (layers - recomputed) * each
+        at_once += together * float(in_layer.max())
     else:
-        kept = layers * layer_bytes(job)
+        kept = layers * each
     if not model.kv_lora_rank:
         kept = kept + 4 * model.kv_channels  # rows of the rotary table in fp32, looked up in every virtual stage
     if parallel.vpp > 1:

@@ -25,13 +25,14 @@ from megatron_wlb.cost.linear import (
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import FULL
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Times of one direction of one layer, in us, for M micro-batches of a rank."""
+    """Times of one direction of one layer, in us, for M micro-batches of a rank; on average over the model's layers."""
 
     linear: np.ndarray
     """float64 [M]: matrix products and memory-bound operations."""
@@ -41,13 +42,15 @@ class LayerTimes:
     """float64 [M]: exposed tensor-parallel communication."""
     attention: np.ndarray
     """float64 [M, cp]: attention kernels of every context-parallel rank."""
+    slowest: np.ndarray
+    """float64 [M]: those of the slowest rank, for which the others wait in every layer."""
     exchange: np.ndarray
     """float64 [M]: exposed exchange of K, V and their gradients, on the slowest rank."""
 
     @property
     def total(self) -> np.ndarray:
-        """Time of the layer, in which CP ranks wait for the slowest: float64 [M]."""
-        return self.linear + self.tensor + self.attention.max(axis=1) + self.exchange
+        """Time of the layer: float64 [M]."""
+        return self.linear + self.tensor + self.slowest + self.exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,6 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     hiding = [products(job, [m for m in columns if m.part == part], tokens) for part in ("attention", "mlp")]
     overlapped = sum(np.minimum(gather, each.inputs) + np.minimum(scatter, each.weights) for each in hiding)
     moved = 2 * (gather + scatter), 4 * gather + 2 * scatter - overlapped
-    attention, exchange = _attention(job, shards)
     every, bound = products(job, model.matrices, tokens), memory_bound(job, tokens)
     of_experts = products(job, [m for m in model.matrices if m.part == "experts"], tokens)
     dispatched = token_exchange(job, tokens)
@@ -123,21 +125,35 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
         every.backward + bound[1] + dispatched + again + by_tile[1],
     )
     experts = of_experts.forward + dispatched, of_experts.backward + dispatched
-    of_forward, of_backward = (
+    by_kind, parts = [], [field.name for field in fields(LayerTimes)]
+    for kind in model.kinds:
+        attention, exchange = _attention(job, shards, model.window_of(kind))
+        of_forward, of_backward = (
+            LayerTimes(
+                linear=linear[i],
+                experts=experts[i],
+                tensor=moved[i] * exposed,
+                attention=attention[i],
+                slowest=attention[i].max(axis=1),
+                exchange=exchange[i],
+            )
+            for i in range(2)
+        )
+        if job.recompute.granularity == "full":
+            of_backward = LayerTimes(**{name: getattr(of_backward, name) + getattr(of_forward, name) for name in parts})
+        by_kind.append((of_forward, of_backward))
+    layers = job.layers_by_kind()[..., None]
+    forward, backward = (sum(n * times[i].total for n, times in zip(layers, by_kind, strict=True)) for i in range(2))
+    of_kinds = layers.sum(axis=(1, 2, 3)) / layers.sum()
+    mean = [
         LayerTimes(
-            linear=linear[i],
-            experts=experts[i],
-            tensor=moved[i] * exposed,
-            attention=attention[i],
-            exchange=exchange[i],
+            **{
+                name: sum(n * getattr(times[i], name) for n, times in zip(of_kinds, by_kind, strict=True))
+                for name in parts
+            }
         )
         for i in range(2)
-    )
-    if job.recompute.granularity == "full":
-        parts = [field.name for field in fields(LayerTimes)]
-        of_backward = LayerTimes(**{name: getattr(of_backward, name) + getattr(of_forward, name) for name in parts})
-    layers = job.layers()[:, :, None]
-    forward, backward = layers * of_forward.total, layers * of_backward.total
+    ]
     # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds again, gathers two hidden
     # states for its joining matrix and one after it, and runs the output layer.
     output, losses = products(job, [output_matrix(job)], tokens), loss(job, tokens)
@@ -153,14 +169,14 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
         forward=forward,
         backward=backward,
         transfer=network.point_to_point(row_bytes / tp, Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)),
-        layers=(of_forward, of_backward),
+        layers=(mean[0], mean[1]),
         rows=tokens,
         expert_wait=np.zeros((2, *forward.shape)),
     )
 
 
 def crossover(job: Job) -> int:
-    """Return Lc in tokens: a document of d takes time as d * (d + Lc).
+    """Return Lc in tokens: a document of d takes time as d * (d + Lc), in layers without a window.
 
     Solved from the pass times of a document of half a window, of two such, and of one twice as long, so that costs per
     micro-batch cancel. One rank stands for all context-parallel ranks. By FLOPs if the job cannot be timed.
@@ -169,6 +185,7 @@ def crossover(job: Job) -> int:
     half = max(1, job.context_length // 2 // rows) * rows
     alone = replace(
         job,
+        model=replace(job.model, pattern=FULL),
         parallel=Parallel(tp=job.parallel.tp, sequence_parallel=job.parallel.sequence_parallel),
         num_micro_batches=1,
         global_batch_size=1,
@@ -203,11 +220,11 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
     return tuple(together)
 
 
-def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Directions]:
-    """Return attention [M, cp] and its exposed exchange [M], by direction."""
-    kernels = attention_kernels(job)
+def _attention(job: Job, shards: Sequence[ShardPlan], window: int | None) -> tuple[Directions, Directions]:
+    """Return attention [M, cp] in a window and its exposed exchange [M], by direction."""
+    kernels = attention_kernels(job, window)
     if job.cp_exchange == "shared":
-        timed = [attention_times(plan, job) for plan in shards]
+        timed = [attention_times(plan, job, window) for plan in shards]
         busy, added = np.array([each for each, _ in timed]), np.array([each for _, each in timed])
         return (busy[:, 0], busy[:, 1]), (added[:, 0], added[:, 1])
     rows = np.array([float(p.lengths.sum()) for p in shards])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.documents import ShardPlan, document_work
+from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
 from megatron_wlb.pipeline.timeline import Timeline, run
@@ -181,7 +181,7 @@ def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def micro_batch_times(step: SimulatedStep) -> np.ndarray:
     """Return us of a layer per micro-batch, with equal CP ranks: float64 [dp, M]."""
     by_direction = [
-        [layer.total - layer.attention.max(axis=1) + layer.attention.mean(axis=1) for layer in passes.layers]
+        [layer.total - layer.slowest + layer.attention.mean(axis=1) for layer in passes.layers]
         for passes in step.passes
     ]
     return np.sum(by_direction, axis=1)
@@ -218,7 +218,7 @@ def _events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
                 "tokens": int(plan.lengths.sum()),
                 "documents": len(plan.lengths),
                 "longest": int(plan.lengths.max()),
-                "work": int(document_work(plan.lengths, step.job.crossover_tokens).sum()),
+                "work": int(step.job.work(plan.lengths).sum()),
                 "sharding": plan.strategy,
             }
             for plan in micro_batches

@@ -9,6 +9,8 @@ from megatron.core import timers
 from megatron.training import training
 
 from megatron_wlb.adapter.clock import attended_squares
+from megatron_wlb.describe.megatron import MegatronArguments, model_of
+from megatron_wlb.documents import document_work
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import ADAM, CP2, entries, train
 
@@ -51,6 +53,9 @@ def test_sliding_windows(skip, share):
 
     expected = (1 - share) * pairs(1 << 30) + share * pairs(17)
     assert attended_squares(args, lengths) / 2 == pytest.approx(expected)
+    model = model_of(MegatronArguments.of(vars(args) | {"hidden_size": 64, "num_attention_heads": 8}))
+    work = document_work(lengths, 0, model.window, model.windowed_share)
+    assert work.sum() / 2 == pytest.approx(expected, abs=len(lengths))
 
 
 def test_a_document_for_every_micro_batch_counts_as_upstream_counts(rates, tmp_path):

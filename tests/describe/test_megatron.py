@@ -1,6 +1,7 @@
 """What Megatron's arguments mean for a job, by hand; upstream's own parser is asked in `tests/adapter`."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
@@ -161,10 +162,44 @@ def test_micro_batches_are_aligned_for_kernels_and_ranks(numbers, multiple):
 
 
 def test_what_the_caller_knows_takes_precedence():
-    a = MegatronArguments.of(JOB | {"hidden_dropout": 0, "window_size": (64, 0), "overlap_p2p_comm": False})
+    a = MegatronArguments.of(JOB | {"hidden_dropout": 0, "overlap_p2p_comm": False})
     job = job_of(a, settings=PlanSettings(), model=MODELS["llama2-7b"], global_batch_size=2, reorder=False)
     assert (job.model, job.global_batch_size, job.reorder) == (MODELS["llama2-7b"], 2, False)
-    assert (job.windowed, job.hidden_dropout, job.overlap_transfers) == (True, False, True)
+    assert (job.hidden_dropout, job.overlap_transfers) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("skip", "kinds"),
+    [
+        (None, "WWWWWWW"),
+        (2, "W*W*W*W"),
+        ("3", "WW*WW*W"),
+        ([0, 0, 0, 1, 1, 1, 1], "***WWWW"),
+        ("([1]*2+[0])*3", "WW*WW*W"),
+    ],
+)
+def test_layers_have_the_windows_that_megatron_gives_them(skip, kinds):
+    a = MegatronArguments.of(JOB | {"num_layers": 7, "window_size": "64,0", "window_attn_skip_freq": skip})
+    model = model_of(a)
+    assert (model.layer_kinds, model.windowed_share) == (kinds, Fraction(kinds.count("W"), 7))
+    assert set(model.windows) == ({64} if skip is None else {64, None})
+    assert model_of(MegatronArguments.of(JOB | {"window_size": [-1, 0]})) == model_of(MegatronArguments.of(JOB))
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"window_size": "64"}, "--window-size is 64; give LEFT,0"),
+        ({"window_size": (1 << 27, 0)}, "LEFT from -1 .no window. to 67108864"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": "0"}, "--window-attn-skip-freq is 0; give N"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": "[1]*x"}, r"--window-attn-skip-freq is \[1\]\*x"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": "[2]"}, r"--window-attn-skip-freq is \[2\]"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
+    ],
+)
+def test_windows_that_are_none_are_refused(stated, message):
+    with pytest.raises(ValueError, match=message):
+        model_of(MegatronArguments.of(JOB | stated))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ def _plan(lengths, sharding, cp):
 WAYS = {
     "per-sequence": ("per-sequence", False, None),
     "windowed": ("per-sequence", False, 7),
+    "windowed in rounds": ("in rounds", False, 7),
+    "windowed beside parts": ("in parts", False, 7),
     "per-document": ("per-document", False, None),
     "in rounds": ("in rounds", False, None),
     "in parts": ("in parts", False, None),
@@ -50,7 +52,7 @@ def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, grad
     options = AttentionOptions(
         backend=backend, scale=0.3, window=window, save_gathered=save_gathered, gradients_in_fp32=gradients_in_fp32
     )
-    metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode)
+    metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode, (None, 7))
     q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))
     sinks = (_sink(heads, dtype),) if has_sink else ()
     q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))

@@ -1,5 +1,7 @@
 """Rounds of attention: what is chosen is what is predicted, and nothing that was tried is faster."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,11 +14,12 @@ from megatron_wlb.model import MODELS
 from megatron_wlb.sharding import select
 from megatron_wlb.sharding.routing import Ownership
 from megatron_wlb.sharding.select import attention_times, round_costs, shard
-from tests.jobs import job
+from tests.jobs import MODEL, job
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.rounds import in_rounds, regrouped
 
 H100 = load_profile("h100-fa2")
+WINDOWED = replace(MODEL, window=1 << 20, pattern="W")
 
 
 def job_of(cp, **changes):
@@ -41,7 +44,7 @@ def micro_batches(draw):
 @given(micro_batches(), st.booleans(), st.booleans())
 def test_what_is_chosen_is_what_is_predicted(sharding, case, windowed, kept):
     lengths, cp = case
-    given_job = job_of(cp, windowed=windowed, save_gathered_kv=kept)
+    given_job = job_of(cp, model=WINDOWED if windowed else MODEL, save_gathered_kv=kept)
     plan = sharding(lengths, cp)
     chosen = in_rounds(plan, round_costs(given_job))
     assert chosen.time == pytest.approx(predicted(chosen, given_job))

@@ -18,6 +18,8 @@ FREE = Network(
     name="free", all_gather=AT_ONCE, reduce_scatter=AT_ONCE, all_reduce=AT_ONCE, link_gb_per_s=np.inf, hop_us=0.0
 )
 """Communication takes no time."""
+TOGETHER = replace(SMALL, window=1 << 20, pattern="W")
+"""Windows that hold all of a document; what is exchanged moves at once."""
 
 
 def job(**changes):

@@ -13,7 +13,7 @@ from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.simulate.passes import crossover, pass_times, synchronised
 from tests.reference.sharding import rank_work
-from tests.simulate.shards import FREE, SMALL, job, shards_of
+from tests.simulate.shards import FREE, SMALL, TOGETHER, job, shards_of
 
 NETWORK = load_profile("h100-fa2").network
 HALF_WAVE = 132 * 128 * 128 / 2
@@ -43,7 +43,7 @@ def test_costs_by_hand():
 
 
 def test_attention_is_that_of_the_slowest_context_parallel_rank():
-    given = job(cp=4, model=replace(SMALL, num_query_groups=1), windowed=True)
+    given = job(cp=4, model=replace(TOGETHER, num_query_groups=1))
     shards = shards_of(given, [[4096, 1024, 1024, 2048], [8192]])
     forward, backward = layer_times(given, shards)
     expected, of_backward = (
@@ -121,15 +121,15 @@ def test_ranks_that_divide_experts_wait_in_every_layer(recompute):
 
 
 def test_rounds_and_rings_hide_the_exchange():
-    """Two documents on all ranks: windowed all at once, in parts in the shadow of own keys."""
-    given = job(tp=2, cp=8, model=replace(SMALL, num_query_groups=1), windowed=True)
+    """Two documents on all ranks: in windows all at once, else in parts in the shadow of own keys."""
+    given = job(tp=2, cp=8, model=replace(TOGETHER, num_query_groups=1))
     shards = shards_of(given, [[98304, 32768]], "per-document")
     # All rows but its own come to a rank, and nothing hides them.
     whole = float(exchange_model(given).times(np.array(131072 * 7 / 8))[0])
     assert layer_times(given, shards)[0].exchange == pytest.approx(whole)
     ring = layer_times(replace(given, cp_exchange="ring"), shards_of(replace(given, cp_exchange="ring"), [[65536] * 2]))
     assert ring[0].exchange == 0  # every hop is shorter than a part of the attention
-    parts = replace(given, windowed=False)
+    parts = replace(given, model=replace(given.model, pattern="*"))
     (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
     assert plan.shares
     assert layer_times(parts, in_parts)[0].exchange < whole / 16

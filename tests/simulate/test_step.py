@@ -15,7 +15,7 @@ from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.simulate.step import breakdown, simulate_step, step_of, trace_of
-from tests.simulate.shards import FREE, JOBS, SMALL, job, shards_of
+from tests.simulate.shards import FREE, JOBS, SMALL, TOGETHER, job, shards_of
 
 
 @pytest.mark.parametrize(("vpp", "micro_batches"), [(1, 7), (2, 8)])
@@ -71,7 +71,7 @@ def test_the_parts_of_a_step_sum_to_it(one, data):
 
 
 def test_each_imbalance_is_found_where_it_is():
-    one = job(cp=2, pp=2, dp=2, windowed=True)
+    one = job(model=TOGETHER, cp=2, pp=2, dp=2)
     alike, longer, mixed = [[8192, 8192]] * 4, [[16384]] * 4, [[16384], [1024] * 16, [16384], [1024] * 16]
 
     def lost(first, second, strategy):
@@ -82,7 +82,7 @@ def test_each_imbalance_is_found_where_it_is():
     assert lost(alike, longer, "per-document").dp_wait > 0
     assert lost(mixed, mixed, "per-document").imbalance > 0
     assert lost([[12288, 2048, 2048]] * 4, alike, "per-sequence").cp_wait > 0
-    one = job(model=replace(SMALL, moe_router_topk=2), cp=2, pp=2, dp=2, ep=4, windowed=True)
+    one = job(model=replace(TOGETHER, moe_router_topk=2), cp=2, pp=2, dp=2, ep=4)
     shared = lost(alike, longer, "per-document")
     assert shared.ep_wait > 0
     assert shared.dp_wait == pytest.approx(0, abs=1e-6)

@@ -77,7 +77,8 @@ def relieved(job: Job, samples: Samples) -> Job:
     if job.parallel.pp == 1 or model.mtp_num_layers:
         return job
     lengths = samples.pieces(0, FIRST_WINDOWS)["length"]
-    linear, squares = float(lengths.sum()) * job.crossover_tokens, float(lengths @ lengths)
+    linear = float(lengths.sum()) * job.crossover_tokens
+    squares = float(job.work(lengths).sum()) - linear
     of_output = linear * model.vocabulary_weights / (linear * model.layer_weights + squares * model.token_weights)
     given = job.decoder_layers()
     layers = given.copy()

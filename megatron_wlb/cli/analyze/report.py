@@ -13,7 +13,6 @@ import numpy as np
 from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
-from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import NETWORKS
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile, profile_file
 from megatron_wlb.job import Job
@@ -249,7 +248,7 @@ def measure(
     steps: list[tuple[float, int, int, int]] = []
     samples: list[Sample] = []
     for i, step in enumerate(setup.steps(job, packed)):
-        works = step.batch.sums(document_work(step.batch.documents["length"], job.crossover_tokens))
+        works = step.batch.sums(job.work(step.batch.documents["length"]))
         delays = metrics.delays(step.batch, step.step)
         late = sum(max(0, delay) * tokens for delay, tokens in delays.items())
         steps.append((metrics.imbalance(works), sum(delays.values()), late, max(delays, default=0)))
@@ -302,9 +301,9 @@ def data_entries(setup: Setup) -> dict[str, Any]:
     lengths, counts = np.unique(every, return_counts=True)
     edges = 2 ** np.arange(0, math.ceil(math.log2(max(2, int(lengths[-1])))) + 1)
     # A document counts in the bin of its length. One longer than the window is attended to window by window.
-    window, crossover_tokens = setup.job.context_length, setup.job.crossover_tokens
-    full, rest = np.divmod(lengths, window)
-    work = lengths.astype(np.float64) * crossover_tokens + full * float(window) ** 2 + rest.astype(np.float64) ** 2
+    job = setup.job
+    full, rest = np.divmod(lengths, job.context_length)
+    work = full * float(job.work(np.array(job.context_length))) + job.work(rest)
     place = np.searchsorted(edges, lengths, side="left")
     shares = {
         name: (np.bincount(place, weights=counts * values, minlength=len(edges)) / (counts * values).sum()).tolist()

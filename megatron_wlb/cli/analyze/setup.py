@@ -111,6 +111,11 @@ class Setup:
         if self._chooses(job.packing) and run.settings.memory_budget is None:
             self.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
         a, stated = run.arguments, run.launched.stated
+        if job.model.windowed_share and job.parallel.cp > 1:
+            self.notes.append(
+                "Megatron is taken to gather K and V (--cp-comm-type all_gather): TransformerEngine's ring has no sliding "
+                "windows."
+            )
         self.megatron = Megatron(
             "thd" if masks_documents(stated) else "plain",
             a.micro_batch_size,
@@ -173,10 +178,14 @@ class Setup:
         return found
 
     def without_wlb(self, name: str, job: Job | None = None) -> Job:
-        """Return a job (None: this one) as a scheme of `MEGATRON` trains it: a ring, one window per micro-batch."""
+        """Return a job (None: this one) as a scheme of `MEGATRON` trains it, one window per micro-batch.
+
+        By a ring; TransformerEngine's takes no sliding windows, so these models gather keys.
+        """
         job = job or self.job
         job = _by_windows(job, job.parallel.group_size or job.parallel.pp)
-        job = replace(job, packing=OriginalPacking(), cp_exchange="ring", whole_documents=False, tp_tile_rows=0)
+        exchange = "all" if job.model.windowed_share else "ring"
+        job = replace(job, packing=OriginalPacking(), cp_exchange=exchange, whole_documents=False, tp_tile_rows=0)
         job = replace(job, reorder=False, overlap_transfers=self.megatron.overlap_transfers)
         return job.sharded(cp_sharding=MEGATRON[name])
 
