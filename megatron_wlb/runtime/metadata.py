@@ -166,8 +166,8 @@ class ShardMetadata:
         """Return the parts of a layer with this window. Raises ValueError for one that was not built."""
         if window not in self.orders:
             raise ValueError(
-                f"a layer's window is {window}, and the metadata are for {', '.join(map(str, self.orders))}; build them "
-                "with it"
+                f"a layer's window is {window}, and the metadata are for {', '.join(map(str, self.orders))}; build "
+                "them with it"
             )
         return tuple(self.parts[i] for i in self.orders[window])
 

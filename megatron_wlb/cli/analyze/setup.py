@@ -113,8 +113,8 @@ class Setup:
         a, stated = run.arguments, run.launched.stated
         if job.model.windowed_share and job.parallel.cp > 1:
             self.notes.append(
-                "Megatron is taken to gather K and V (--cp-comm-type all_gather): TransformerEngine's ring has no sliding "
-                "windows."
+                "Megatron is taken to gather K and V (--cp-comm-type all_gather): TransformerEngine's ring takes no "
+                "sliding windows."
             )
         self.megatron = Megatron(
             "thd" if masks_documents(stated) else "plain",
