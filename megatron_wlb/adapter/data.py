@@ -148,7 +148,7 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
         tokens = labels = loss_mask = origin = positions = digested = None
-        metadata = ShardMetadata.build(plan.shards, self._cp_rank, self._encode, self._windows)
+        metadata = ShardMetadata.build(plan.shards, self._cp_rank, self._encode, windows=self._windows)
         if self._is_first or self._is_last:
             *parts, digested = self._read(plan)
             if self._order is not None:

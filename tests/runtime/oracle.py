@@ -100,7 +100,7 @@ def all_ranks(
 
     def run(rank):
         try:
-            metadata = ShardMetadata.build(plan, rank, options.backend.encode, (options.window,)).to(q.device)
+            metadata = ShardMetadata.build(plan, rank, options.backend.encode, windows=(options.window,)).to(q.device)
             group = SimpleNamespace(rank=lambda: rank, size=lambda: size) if size > 1 else None
             local = [x[rows[rank]] for x in (q, k, v, dout)]
             return by_hand(*local, metadata, group, options)

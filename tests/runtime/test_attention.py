@@ -146,7 +146,7 @@ def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
 )
 def test_wrong_inputs_are_refused(message, change):
     backend = BACKENDS["cpu"]
-    metadata = ShardMetadata.build(per_document_plan([16], 1), 0, backend.encode, (5,))
+    metadata = ShardMetadata.build(per_document_plan([16], 1), 0, backend.encode, windows=(5,))
     given = change(*inputs(16, (4, 2), HEAD_SIZE, FP32)[:3], metadata)
     with pytest.raises(ValueError, match=message):
         context_parallel_attention(*given, None, AttentionOptions(backend=backend, window=5))

@@ -52,7 +52,7 @@ def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, grad
     options = AttentionOptions(
         backend=backend, scale=0.3, window=window, save_gathered=save_gathered, gradients_in_fp32=gradients_in_fp32
     )
-    metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode, (None, 7))
+    metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode, windows=(None, 7))
     q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))
     sinks = (_sink(heads, dtype),) if has_sink else ()
     q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))

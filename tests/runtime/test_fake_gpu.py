@@ -35,7 +35,7 @@ def gpu(rows: int, heads: int) -> torch.Tensor:
 def forward_and_backward() -> None:
     cases = [*product(SHARDINGS.values(), (False, True), (None, 64)), (in_parts, False, None), (in_parts, True, None)]
     for sharding, save_gathered, window in cases:
-        metadata = ShardMetadata.build(sharding(LENGTHS, CP), CP_RANK, AtenBackend.encode, (window,))
+        metadata = ShardMetadata.build(sharding(LENGTHS, CP), CP_RANK, AtenBackend.encode, windows=(window,))
         options = AttentionOptions(backend=AtenBackend(), save_gathered=save_gathered, window=window)
         with FakeTensorMode() as mode:
             metadata = replace(metadata, integers=mode.from_tensor(metadata.integers)).to("cuda")
