@@ -29,7 +29,7 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tp_overlap
 from megatron_wlb.hardware.profile import Profile, load_profile
 from megatron_wlb.job import FP32, Job, Parallel, Recompute
-from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.model import FULL, MODELS, ModelShape
 from megatron_wlb.pipeline.split import Split, laid_out
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import Passes, pass_times
@@ -240,7 +240,7 @@ def changed(row: Row, job: Job, passes: Passes, run: Run) -> Passes:
     model, (first, last), is_full = job.model, passes.layers, bool(job.recompute.granularity)
     if run.fsdp and str(row.get("recompute")).startswith("selective"):
         backward += layers * (products(job, model.matrices, passes.rows).forward / 2)
-        backward += layers * memory_bound(job, passes.rows)[0]
+        backward += layers * memory_bound(job, FULL, passes.rows)[0]
     if run.lora:
         backward -= layers * products(job, model.matrices, passes.rows).weights
         backward[-1, -1] -= products(job, [output_matrix(job)], passes.rows).weights

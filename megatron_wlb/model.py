@@ -1,21 +1,28 @@
 """Shapes of decoder-only models, by Megatron's names for their sizes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
-FULL, WINDOWED = "*", "W"
-"""Kinds of layers: attention to all of a document, or in a window; each with an MLP or experts."""
+FULL, WINDOWED, MLP = "*", "W", "-"
+"""Kinds of layers, and parts of them: attention to all of a document or in a window, an MLP or experts."""
+LINEAR = "GM"
+"""The others: gated delta nets and Mamba, whose states run along a document; both are a `Mixer`."""
+
+
+MOST_CROSSOVER = 1 << 35
+"""Of a model without attention; work stays within 64 bits."""
 
 
 class Matrix(NamedTuple):
     """A matrix that every row of a layer is multiplied with."""
 
     part: str
-    """attention, mlp or experts."""
+    """attention, mixer, mlp or experts."""
     outputs: int
     inputs: int
     divided: str
@@ -33,6 +40,31 @@ class Matrix(NamedTuple):
             name: 1 / (ranks * self.copies) if name == self.divided else 1.0 for name in ("rows", "outputs", "inputs")
         }
         return rows * self.copies * of["rows"], self.outputs * of["outputs"], self.inputs * of["inputs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixer:
+    """What a layer has in the place of attention, over all heads: a convolution and a scan of projected rows."""
+
+    projected: int
+    """Values that a row is projected to; all of them go to the ranks of their heads."""
+    inner: int
+    """Values that come back, and are projected to the hidden state."""
+    scan: int
+    """Multiplications that the scan does for a row, so many as weights would."""
+
+
+def gated_delta_net(*, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Mixer:
+    """Return the mixer by Megatron's sizes: Q, K, V, a gate, and two values a head; state, its decay and output."""
+    keys, values = key_heads * key_dim, value_heads * value_dim
+    scan = 3 * value_heads * key_dim * value_dim
+    return Mixer(projected=2 * keys + 2 * values + 2 * value_heads, inner=values, scan=scan)
+
+
+def mamba(*, heads: int, head_dim: int, groups: int, state_dim: int) -> Mixer:
+    """Return the mixer of Mamba-2 by Megatron's sizes: z, x, B, C and a step a head; state and output."""
+    inner = heads * head_dim
+    return Mixer(projected=2 * inner + 2 * groups * state_dim + heads, inner=inner, scan=2 * inner * state_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +100,13 @@ class ModelShape:
     window: int | None = None
     """Keys that a query sees before its own in layers with a window."""
     pattern: str = FULL
-    """Kinds of the layers, over and over: a letter of `FULL` or `WINDOWED` each."""
+    """Kinds of the layers, over and over, a letter each; but for a hybrid model, an MLP or experts follow in each."""
+    hybrid: bool = False
+    """Layers are one part each, and MLPs layers of their own, as of `--hybrid-layer-pattern`."""
+    mixer: Mixer | None = None
+    """Of the layers of `LINEAR`."""
+    output_gate: bool = False
+    """Queries are projected with a gate of their size (`--attention-output-gate`)."""
 
     @property
     def layer_kinds(self) -> str:
@@ -82,19 +120,27 @@ class ModelShape:
     def window_of(self, kind: str) -> int | None:
         return self.window if kind == WINDOWED else None
 
+    def parts_of(self, kind: str) -> str:
+        """Return the parts of a layer, a letter each."""
+        return kind if self.hybrid else kind + MLP
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of attention; None: all of a document."""
-        return tuple(self.window_of(kind) for kind in self.kinds)
+        return tuple(self.window_of(kind) for kind in self.kinds if kind in (FULL, WINDOWED))
 
     @property
     def widest(self) -> int | None:
         return None if None in self.windows else self.window
 
     @property
+    def attention_layers(self) -> int:
+        return sum(self.layer_kinds.count(kind) for kind in (FULL, WINDOWED))
+
+    @property
     def windowed_share(self) -> Fraction:
         """Share of the layers with attention that have a window."""
-        return Fraction(self.layer_kinds.count(WINDOWED), self.num_layers)
+        return Fraction(self.layer_kinds.count(WINDOWED), self.attention_layers or 1)
 
     @property
     def query_size(self) -> int:
@@ -135,7 +181,8 @@ class ModelShape:
     def projections(self) -> list[tuple[int, int]]:
         """Outputs and inputs of matrices before Q, K and V, or to and from latents."""
         if not self.kv_lora_rank:
-            return [(self.query_size + self.key_size + self.value_size, self.hidden_size)]
+            queries = self.query_size * (2 if self.output_gate else 1)
+            return [(queries + self.key_size + self.value_size, self.hidden_size)]
         rotated = self.num_query_groups * self.qk_pos_emb_head_dim
         return [
             (self.latent_size, self.hidden_size),
@@ -152,27 +199,47 @@ class ModelShape:
     def qkv_weights(self) -> int:
         return sum(outputs * inputs for outputs, inputs in self.projections)
 
+    def matrices_of(self, kind: str) -> list[Matrix]:
+        """Return the matrices of a layer, in the order in which rows meet them."""
+        return [matrix for part in self.parts_of(kind) for matrix in self._part(part)]
+
+    def _part(self, part: str) -> list[Matrix]:
+        if part in LINEAR:
+            assert self.mixer is not None
+            into = Matrix("mixer", self.mixer.projected, self.hidden_size, "outputs")
+            return [into, Matrix("mixer", self.hidden_size, self.mixer.inner, "inputs")]
+        if part in (FULL, WINDOWED):
+            of_hidden, *of_latents = self.projections
+            found = [Matrix("attention", *of_hidden, "rows" if of_latents else "outputs")]
+            found += [Matrix("attention", *each, "outputs") for each in of_latents]
+            return [*found, Matrix("attention", self.hidden_size, self.output_size, "inputs")]
+        name, copies = ("experts", self.moe_router_topk) if self.moe_router_topk else ("mlp", 1)
+        up = self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
+        into = Matrix(name, up, self.hidden_size, "outputs", copies)
+        return [into, Matrix(name, self.hidden_size, self.ffn_hidden_size, "inputs", copies)]
+
     @property
     def matrices(self) -> list[Matrix]:
-        """The matrices of one layer, in the order in which rows meet them."""
-        of_hidden, *of_latents = self.projections
-        found = [Matrix("attention", *of_hidden, "rows" if of_latents else "outputs")]
-        found += [Matrix("attention", *each, "outputs") for each in of_latents]
-        found.append(Matrix("attention", self.hidden_size, self.output_size, "inputs"))
-        part, copies = ("experts", self.moe_router_topk) if self.moe_router_topk else ("mlp", 1)
-        up = self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
-        found.append(Matrix(part, up, self.hidden_size, "outputs", copies))
-        return [*found, Matrix(part, self.hidden_size, self.ffn_hidden_size, "inputs", copies)]
+        """The matrices of all parts of layers."""
+        parts = "".join(map(self.parts_of, self.kinds)).replace(WINDOWED, FULL)
+        return [matrix for part in dict.fromkeys(parts) for matrix in self._part(part)]
+
+    def weights_of(self, kind: str, part: str = "") -> int:
+        """Return the weights of the matrices of a layer, or of a part of it."""
+        return sum(matrix.weights for matrix in self.matrices_of(kind) if part in ("", matrix.part))
+
+    def _mean(self, values: Mapping[str, int]) -> int:
+        return sum(values[kind] * self.layer_kinds.count(kind) for kind in self.kinds) // self.num_layers
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the matrices of one layer."""
-        return sum(matrix.weights for matrix in self.matrices)
+        """Weights of the matrices of one layer, on average over kinds."""
+        return self._mean({kind: self.weights_of(kind) for kind in self.kinds})
 
     @property
     def expert_weights(self) -> int:
         """The experts' part of `layer_weights`; 0 in a dense model."""
-        return sum(matrix.weights for matrix in self.matrices if matrix.part == "experts")
+        return self._mean({kind: self.weights_of(kind, "experts") for kind in self.kinds})
 
     @property
     def vocabulary_weights(self) -> int:
@@ -181,10 +248,11 @@ class ModelShape:
 
     @property
     def token_weights(self) -> int:
-        """Weights that multiply a token in a layer, with a share of those outside."""
+        """Weights that multiply a token in a layer, with its scan and a share of those outside."""
         ahead = self.mtp_num_layers
         beside = (1 + ahead) * self.vocabulary_weights + ahead * self.joining_weights
-        return self.layer_weights + beside // (self.num_layers + ahead)
+        scan = self._mean({kind: self.mixer.scan if self.mixer and kind in LINEAR else 0 for kind in self.kinds})
+        return self.layer_weights + scan + beside // (self.num_layers + ahead)
 
     @property
     def joining_weights(self) -> int:
@@ -194,7 +262,8 @@ class ModelShape:
     @property
     def crossover_tokens(self) -> int:
         """Crossover length Lc by FLOPs: 2 per weight; QK^T and PV over half."""
-        return max(1, 2 * self.token_weights // (self.query_size + self.output_size))
+        pair = (self.query_size + self.output_size) * self.attention_layers
+        return max(1, 2 * self.token_weights * self.num_layers // pair) if pair else MOST_CROSSOVER
 
     def kv_values_per_rank(self, tp: int) -> int:
         return self.heads_per_rank(tp)[1] * sum(self.head_sizes)

@@ -25,7 +25,7 @@ _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 """Models by patterns in the names of their tokenizers."""
 DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
 """Arguments that name the data."""
-MODEL_GROUPS = ("model", "multi-latent attention")
+MODEL_GROUPS = ("model", "linear layers", "multi-latent attention")
 """Groups of the flags that `shape_of` reads."""
 
 

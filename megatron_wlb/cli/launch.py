@@ -34,16 +34,17 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _REMEDY = "give the log of a run, as Megatron wrote it"
 NOT_SIMULATED = {
-    "hybrid_layer_pattern": "layers of several kinds",
     "hybrid_override_pattern": "layers of several kinds",
     "experimental_attention_variant": "another attention",
     "heterogeneous_layers_config_path": "layers of several kinds",
     "yaml_cfg": "a YAML file of flags",
 }
 """Arguments that change the prediction but are not simulated: refused, or left out on request."""
+DELTA_NETS = ("gated_delta_net", "gdn")
+"""The variants of attention that are simulated."""
 _MATTER = {
     **{"moe_layer_freq": (1,), "cp_comm_type": ("p2p", "allgather"), "hierarchical_context_parallel_sizes": (None,)},
-    **dict.fromkeys(("use_torch_fsdp2", "optimizer_cpu_offload", "attention_output_gate"), (False,)),
+    **dict.fromkeys(("use_torch_fsdp2", "optimizer_cpu_offload"), (False,)),
     **{"offload_optimizer_states": (False,), "num_distributed_optimizer_instances": (1,)},
     **{"moe_expert_capacity_factor": (None,), "min_dynamic_context_parallel_size": (1,)},
     **dict.fromkeys(("hybrid_context_parallel", "dynamic_context_parallel"), (False,)),
@@ -80,7 +81,7 @@ _OTHER_MODELS = {
 }
 """Arguments that are set if a run trains something other than a GPT of Megatron-core, and what that is."""
 _OTHER_SCRIPTS = re.compile(
-    r"(?:.*/)?(?:deepspeed|(?:pretrain|train|finetune|sft|generate|run)_(?!gpt)\w*\.py|(?:nemo|train|finetune)\.py)"
+    r"(?:.*/)?(?:deepspeed|(?:pretrain|train|finetune|sft|generate|run)_(?!gpt|hybrid|mamba)\w*\.py|(?:nemo|train|finetune)\.py)"
 )
 
 
@@ -175,7 +176,7 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     """Sort a run's arguments. Raises ValueError for what changes the prediction."""
     stated, left_out = launched.stated, []
     for name, what in NOT_SIMULATED.items():
-        if stated.get(name) in (None, False):
+        if stated.get(name) in (None, False, *DELTA_NETS):
             continue
         if name == "yaml_cfg" or not approximate:
             way = "give flags" if name == "yaml_cfg" else "give --approximate for an estimate without"

@@ -8,6 +8,7 @@ import numpy as np
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import FP32, Job
+from megatron_wlb.model import FULL
 
 Directions = tuple[np.ndarray, np.ndarray]
 """Forward and backward of one layer, in us, float64 [M] each."""
@@ -44,7 +45,7 @@ def exchange_model(job: Job) -> ExchangeModel:
     if job.cp_exchange == "latents":
         return _latents_model(job, latency, byte)
     value = job.model.kv_values_per_rank(job.parallel.tp) * byte
-    before = 0 if "core_attn" in job.recompute.dropped else job.model.layer_weights - job.model.qkv_weights
+    before = 0 if "core_attn" in job.recompute.dropped else job.model.weights_of(FULL) - job.model.qkv_weights
     flops = 2 * before / job.parallel.tp
     return ExchangeModel(
         latency=latency,

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
-from megatron_wlb.model import Matrix
+from megatron_wlb.model import LINEAR, MLP, Matrix
 
 
 class Products(NamedTuple):
@@ -47,15 +47,15 @@ def tiled(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return count, rest if job.tiles else np.zeros_like(tokens)
 
 
-def tiling(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what running a layer in tiles adds, us, forward and backward.
+def tiling(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what running a layer of a kind in tiles adds, us, forward and backward.
 
     A further tile starts all kernels once more, with last waves half empty. Outputs and gradients of inputs are copied
     together.
     """
     model, (count, rest) = job.model, tiled(job, tokens)
     more = np.maximum(count + (rest > 0) - 1, 0)
-    dense = [matrix for matrix in model.matrices if matrix.part != "experts"]
+    dense = [matrix for matrix in model.matrices_of(kind) if matrix.part != "experts"]
     start = products(job, dense, np.zeros(1))
 
     def copied(values: int) -> np.ndarray:
@@ -75,16 +75,40 @@ def joining_matrix(job: Job) -> Matrix:
     return Matrix("joining", job.model.hidden_size, 2 * job.model.hidden_size, "outputs")
 
 
-def memory_bound(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the time of what is neither a product nor attention, forward and backward."""
-    model = job.model
+def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the time of what is neither a product nor attention in a layer, forward and backward."""
+    model, kernels, values = job.model, np.zeros(2), 0
     if job.profile.linear_tflops:
         return np.zeros_like(tokens), np.zeros_like(tokens)
-    # Reads and writes of two norms and two residual sums, norms of latents, rotary embedding, and the activation.
-    values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + model.key_size)
-    values += 2 * model.latent_size + model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
-    time = _memory(job, values * job.bytes_per_value, tokens)
-    return time + 7 * job.profile.kernel_us, 2 * time + 10 * job.profile.kernel_us
+    for part in model.parts_of(kind):
+        # Reads and writes of a norm and a residual sum.
+        values += 5 * model.hidden_size
+        if part == MLP:
+            values += model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+            kernels += 3, 4
+        elif part in LINEAR and model.mixer:
+            # A convolution, a scan and a gated norm. Assumed: the scan takes as long as its memory.
+            values += 3 * (model.mixer.projected + model.mixer.inner)
+            kernels += 5, 8
+        else:
+            # Norms of latents, and rotary embedding.
+            values += 2 * (model.query_size + model.key_size + model.latent_size)
+            kernels += 4, 6
+    time, (forward, backward) = _memory(job, values * job.bytes_per_value, tokens), kernels * job.profile.kernel_us
+    return time + forward, 2 * time + backward
+
+
+def head_exchange(job: Job, tokens: np.ndarray) -> np.ndarray:
+    """Return the time of the two all-to-alls by which a mixer's rows go to the ranks of their heads and back, us.
+
+    Nothing overlaps them. Rows are equally many on all context-parallel ranks.
+    """
+    parallel, mixer = job.parallel, job.model.mixer
+    if mixer is None or parallel.cp == 1:
+        return np.zeros_like(tokens)
+    latency, byte = job.profile.network.all_to_all(Group(size=parallel.cp, stride=parallel.tp))
+    moved = (mixer.projected + mixer.inner) * job.bytes_per_value / parallel.tp * (parallel.cp - 1) / parallel.cp
+    return 2 * latency + tokens * moved * byte
 
 
 def loss(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

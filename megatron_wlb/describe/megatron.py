@@ -1,6 +1,7 @@
 """Translates Megatron's arguments into a `Job`, for training and commands."""
 
 import ast
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import msgspec
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import MAX_TOKENS, NUM_TILES, Job, Parallel, Recompute
-from megatron_wlb.model import FULL, WINDOWED, ModelShape, latent_sizes
+from megatron_wlb.model import FULL, MLP, WINDOWED, Mixer, ModelShape, gated_delta_net, latent_sizes, mamba
 from megatron_wlb.pipeline.split import Split
 
 SWITCHED_OFF = {
@@ -80,6 +81,20 @@ class MegatronArguments:
     )
     tokenizer_type: str | None = _other("model", "where --vocab-size does not say how many tokens it has")
     tokenizer_model: str | None = _other("model", "a folder with tokenizer.json, or a known name")
+    attention_output_gate: bool = _other("model", default=False)
+    hybrid_layer_pattern: str | None = _other("linear layers", "of *, M, G and - or E; | divides stages")
+    experimental_attention_variant: str | None = _other("linear layers", "gated_delta_net")
+    linear_attention_freq: tuple[int, ...] | str | None = _other(
+        "linear layers", "N: every Nth layer has attention; or a list such as ([1]*3+[0])*4, 0: attention"
+    )
+    linear_key_head_dim: int = _size("linear layers", default=128)
+    linear_value_head_dim: int = _size("linear layers", default=128)
+    linear_num_key_heads: int = _size("linear layers", default=16)
+    linear_num_value_heads: int = _size("linear layers", default=32)
+    mamba_num_heads: int | None = _size("linear layers", "default: 2 x hidden size / --mamba-head-dim")
+    mamba_head_dim: int = _size("linear layers", default=64)
+    mamba_num_groups: int = _size("linear layers", default=8)
+    mamba_state_dim: int = _size("linear layers", default=128)
     multi_latent_attention: bool = _other("multi-latent attention", default=False)
     q_lora_rank: int | None = _size("multi-latent attention")
     kv_lora_rank: int = _size("multi-latent attention", default=32)
@@ -142,6 +157,8 @@ class MegatronArguments:
     def of(cls, stated: Mapping[str, Any]) -> "MegatronArguments":
         """Select arguments from `stated`. Raises ValueError for a wrong type or range."""
         values = {}
+        if pattern := stated.get("hybrid_layer_pattern"):
+            stated = {**stated, **_of_pattern(str(pattern))}
         for f in fields(cls):
             value = stated.get(f.name)
             if value is None:
@@ -161,6 +178,14 @@ class MegatronArguments:
                 raise ValueError(f"{flag_of(f.name)} is {short(value)}; choose one of {', '.join(choices)}")
             values[f.name] = value
         return cls(**{name: value for name, value in values.items() if value is not None})
+
+
+def _of_pattern(pattern: str) -> dict[str, Any]:
+    """Return the arguments that stand for the layers and virtual stages of `--hybrid-layer-pattern`."""
+    stages = pattern.partition("/")[0].split("|")
+    layout = "|".join("t" * len(stage) for stage in stages)
+    whole = {} if len(stages) == 1 else {"pipeline_model_parallel_layout": f"E{layout}L"}
+    return whole | {"num_layers": sum(map(len, stages))}
 
 
 def job_of(
@@ -227,8 +252,12 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
         ffn = a.moe_ffn_hidden_size or sizes.get("ffn_hidden_size") or (base.ffn_hidden_size if base else 0)
         sizes["ffn_hidden_size"] = a.moe_router_topk * ffn + (a.moe_shared_expert_intermediate_size or 0)
         sizes["moe_router_topk"] = a.moe_router_topk
-    if (window := _window(a.window_size)) is not None:
-        sizes |= {"window": window, "pattern": _windowed_layers(a.window_attn_skip_freq)}
+    sizes |= _layers(a, sizes["num_layers"] if base is None else sizes.get("num_layers", base.num_layers))
+    hidden = sizes.get("hidden_size") or (base.hidden_size if base else 0)
+    if {"M", "G"} & set(sizes["pattern"]):
+        sizes["mixer"] = _mixer(a, hidden, sizes["pattern"])
+    if a.attention_output_gate:
+        sizes["output_gate"] = True
     model = replace(base, **sizes) if base is not None else ModelShape(**sizes)
     if model.num_attention_heads % model.num_query_groups:
         raise ValueError(
@@ -248,21 +277,64 @@ def _window(given: tuple[int, int] | str | None) -> int | None:
     return None if left < 0 else left
 
 
-def _windowed_layers(given: tuple[int, ...] | str | None) -> str:
-    """Return `ModelShape.pattern` of `--window-attn-skip-freq`. Raises ValueError for anything else."""
-    text = "" if given is None else str(list(given)) if isinstance(given, tuple) else given
+def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
+    """Return the kinds of layers. Raises ValueError for those that no cost is known of."""
+    kinds = [FULL] * count
+    if a.hybrid_layer_pattern:
+        kinds = list(a.hybrid_layer_pattern.partition("/")[0].replace("|", ""))
+        if others := set(kinds) - set("*MG-E"):
+            raise ValueError(
+                f"--hybrid-layer-pattern has {min(others)}; its cost is not known, give of *, M, G, - and E"
+            )
+        if len({"-", "E"} & set(kinds)) > 1:
+            raise ValueError("--hybrid-layer-pattern has both - and E; the cost of one of them is not known, give one")
+    elif a.experimental_attention_variant:
+        linear = _flags("linear_attention_freq", a.linear_attention_freq or "", count)
+        kinds = ["G" if each else FULL for each in linear]
+    window = _window(a.window_size)
+    if window is not None:
+        has = (
+            [1] * count
+            if a.window_attn_skip_freq is None
+            else _flags("window_attn_skip_freq", a.window_attn_skip_freq, count)
+        )
+        kinds = [WINDOWED if kind == FULL and each else kind for kind, each in zip(kinds, has, strict=True)]
+    pattern = "".join(kinds).replace("E", MLP)
+    # The shortest that is repeated.
+    periods = range(1, count // 2 + 1)
+    period = next((n for n in periods if (pattern[:n] * -(-count // n))[:count] == pattern), count)
+    return {"window": window, "pattern": pattern[:period], "hybrid": bool(a.hybrid_layer_pattern)}
+
+
+def _mixer(a: MegatronArguments, hidden: int, pattern: str) -> Mixer:
+    """Return the sizes of gated delta nets or Mamba layers. Raises ValueError for both in one model."""
+    if {"M", "G"} <= set(pattern):
+        raise ValueError("--hybrid-layer-pattern has both M and G; the cost of both is not known, give one")
+    if "M" in pattern:
+        heads = a.mamba_num_heads or 2 * hidden // a.mamba_head_dim
+        return mamba(heads=heads, head_dim=a.mamba_head_dim, groups=a.mamba_num_groups, state_dim=a.mamba_state_dim)
+    return gated_delta_net(
+        key_heads=a.linear_num_key_heads,
+        value_heads=a.linear_num_value_heads,
+        key_dim=a.linear_key_head_dim,
+        value_dim=a.linear_value_head_dim,
+    )
+
+
+def _flags(name: str, given: tuple[int, ...] | str, count: int) -> list[int]:
+    """Return 1 or 0 for every layer, by N or a list: every Nth has 0. Raises ValueError for anything else."""
+    text = given if isinstance(given, str) else str(list(given))
     if text.isdecimal() and int(text):
-        return WINDOWED * (int(text) - 1) + FULL
-    try:
-        windows = _list_of(ast.parse(text, mode="eval").body) if text else [1]
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        windows = []
-    if not windows:
+        return [int((i + 1) % int(text) != 0) for i in range(count)]
+    found: list[int] = []
+    with contextlib.suppress(SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        found = _list_of(ast.parse(text, mode="eval").body)
+    if len(found) < count:
         raise ValueError(
-            f"--window-attn-skip-freq is {short(text)}; give N, after which a layer has no window, or a list such as "
+            f"{flag_of(name)} is {short(text)}; give N, or a list of 1 and 0 for each of {count} layers, such as "
             "([1]*5+[0])*4"
         )
-    return "".join(WINDOWED if each else FULL for each in windows)
+    return found[:count]
 
 
 def _list_of(node: ast.expr) -> list[int]:
@@ -358,7 +430,8 @@ def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
 
 def has_user_buffers(a: Any) -> bool:
     """Whether `--tp-comm-overlap` has user buffers for the layers of these arguments."""
-    return not (a.multi_latent_attention or a.use_transformer_engine_op_fuser)
+    linear = a.hybrid_layer_pattern or a.experimental_attention_variant
+    return not (a.multi_latent_attention or a.use_transformer_engine_op_fuser or linear)
 
 
 def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:

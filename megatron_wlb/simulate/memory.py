@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.job import Job
+from megatron_wlb.model import FULL, LINEAR, MLP
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
@@ -54,7 +55,7 @@ def weight_bytes(job: Job, stage: int | None = None) -> float:
 def stage_weights(job: Job) -> np.ndarray:
     """Return the weights of every stage, over its TP ranks, float64 [pp]."""
     model = job.model
-    weights = job.layers().sum(axis=1) * float(model.layer_weights)
+    weights = job.layers_by_kind().sum(axis=2).T @ [float(model.weights_of(kind)) for kind in model.kinds]
     weights[0] += model.vocabulary_weights
     weights[-1] += model.vocabulary_weights + model.mtp_num_layers * model.joining_weights
     if model.mtp_num_layers and job.parallel.pp > 1:
@@ -106,6 +107,18 @@ def mlp_tensors(job: Job) -> dict[str, Tensor]:
     }
 
 
+def mixer_tensors(job: Job) -> dict[str, Tensor]:
+    """Return what a gated delta net or Mamba keeps, and the norm; not compared with upstream's layers."""
+    mixer, w = job.model.mixer, job.bytes_per_value / job.parallel.tp
+    assert mixer is not None
+    return {
+        "norm": Tensor(2 * layer_input_bytes(job)),
+        "dropout": Tensor(_mask_bytes(job)),
+        "projected, and after the convolution": Tensor(2 * w * mixer.projected),
+        "scanned, and after the gated norm": Tensor(2 * w * mixer.inner),
+    }
+
+
 def _kept(job: Job, tensors: Mapping[str, Tensor]) -> float:
     """Bytes of the tensors that are not recomputed selectively."""
     dropped = job.recompute.dropped
@@ -122,9 +135,15 @@ def _mask_bytes(job: Job) -> float:
     return job.model.hidden_size / job.parallel.sequence_ranks if job.hidden_dropout else 0
 
 
-def layer_bytes(job: Job, window: int | None = None) -> float:
-    """Bytes that a layer with this window keeps for backward unless fully recomputed."""
-    return _kept(job, attention_tensors(job, window)) + _kept(job, mlp_tensors(job))
+def layer_bytes(job: Job, kind: str = FULL) -> float:
+    """Bytes that a layer of a kind keeps for backward unless fully recomputed."""
+
+    def tensors(part: str) -> dict[str, Tensor]:
+        if part in LINEAR:
+            return mixer_tensors(job)
+        return mlp_tensors(job) if part == MLP else attention_tensors(job, job.model.window_of(part))
+
+    return sum(_kept(job, tensors(part)) for part in job.model.parts_of(kind))
 
 
 def mtp_bytes(job: Job) -> float:
@@ -270,7 +289,7 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     ahead = 0 if "core_attn" in job.recompute.dropped else _arrived_bytes(job, received)
     at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job, moved) - _kept(job, mlp_tensors(job)))
     by_kind = job.layers_by_kind()[:, stage]
-    in_layer = np.array([layer_bytes(job, model.window_of(kind)) for kind in model.kinds])
+    in_layer = np.array([layer_bytes(job, kind) for kind in model.kinds])
     each = (in_layer[:, None] * (by_kind / np.maximum(1, by_kind.sum(axis=0)))).sum(axis=0)
     if recompute.granularity == "full":
         block = recompute.method == "block"

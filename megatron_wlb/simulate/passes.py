@@ -13,6 +13,7 @@ from megatron_wlb.cost.attention import (
     exposed_exchange,
 )
 from megatron_wlb.cost.linear import (
+    head_exchange,
     joining_matrix,
     loss,
     memory_bound,
@@ -25,7 +26,7 @@ from megatron_wlb.cost.linear import (
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import FULL
+from megatron_wlb.model import FULL, LINEAR, MLP, WINDOWED
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
 
@@ -104,56 +105,14 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     # User buffers need ranks that NVLink connects. They serve the matrices of a layer, and whole tiles of its rows.
     if tp > network.gpus_per_node:
         job = replace(job, tp_overlap=0.0, tp_tile_rows=0)
-    exposed = 1 - job.tp_overlap * (1 - tiled(job, tokens)[1] / tokens)
     gather, scatter = (
         network.collective(name, row_bytes, Group(size=tp, stride=1)) for name in ("all_gather", "reduce_scatter")
     )
-    # Forward gathers before and scatters after attention and MLP. Backward mirrors this, and gathers inputs again for
-    # weight gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient, and
-    # the scatter with the product for the weight gradient.
-    columns = [m for m in model.matrices if m.divided == "outputs"]
-    hiding = [products(job, [m for m in columns if m.part == part], tokens) for part in ("attention", "mlp")]
-    overlapped = sum(np.minimum(gather, each.inputs) + np.minimum(scatter, each.weights) for each in hiding)
-    moved = 2 * (gather + scatter), 4 * gather + 2 * scatter - overlapped
-    every, bound = products(job, model.matrices, tokens), memory_bound(job, tokens)
-    of_experts = products(job, [m for m in model.matrices if m.part == "experts"], tokens)
-    dispatched = token_exchange(job, tokens)
-    again = expansion(job)[0] * tokens if job.expands_again else 0.0
-    by_tile = tiling(job, tokens)
-    linear = (
-        every.forward + bound[0] + dispatched + by_tile[0],
-        every.backward + bound[1] + dispatched + again + by_tile[1],
-    )
-    experts = of_experts.forward + dispatched, of_experts.backward + dispatched
-    by_kind, parts = [], [field.name for field in fields(LayerTimes)]
-    for kind in model.kinds:
-        attention, exchange = _attention(job, shards, model.window_of(kind))
-        of_forward, of_backward = (
-            LayerTimes(
-                linear=linear[i],
-                experts=experts[i],
-                tensor=moved[i] * exposed,
-                attention=attention[i],
-                slowest=attention[i].max(axis=1),
-                exchange=exchange[i],
-            )
-            for i in range(2)
-        )
-        if job.recompute.granularity == "full":
-            of_backward = LayerTimes(**{name: getattr(of_backward, name) + getattr(of_forward, name) for name in parts})
-        by_kind.append((of_forward, of_backward))
+    by_kind = [_layer_times(job, kind, shards, gather, scatter) for kind in model.kinds]
     layers = job.layers_by_kind()[..., None]
     forward, backward = (sum(n * times[i].total for n, times in zip(layers, by_kind, strict=True)) for i in range(2))
     of_kinds = layers.sum(axis=(1, 2, 3)) / layers.sum()
-    mean = [
-        LayerTimes(
-            **{
-                name: sum(n * getattr(times[i], name) for n, times in zip(of_kinds, by_kind, strict=True))
-                for name in parts
-            }
-        )
-        for i in range(2)
-    ]
+    mean = [_sum(of_kinds, each) for each in zip(*by_kind, strict=True)]
     # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds again, gathers two hidden
     # states for its joining matrix and one after it, and runs the output layer.
     output, losses = products(job, [output_matrix(job)], tokens), loss(job, tokens)
@@ -175,6 +134,56 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     )
 
 
+def _layer_times(
+    job: Job, kind: str, shards: Sequence[ShardPlan], gather: np.ndarray, scatter: np.ndarray
+) -> tuple[LayerTimes, LayerTimes]:
+    """Return times of a kind of layer; `gather` and `scatter`: of its rows over tensor-parallel ranks, float64 [M]."""
+    model, cp, parts = job.model, job.parallel.cp, len(job.model.parts_of(kind))
+    tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
+    exposed = 1 - job.tp_overlap * (1 - tiled(job, tokens)[1] / tokens)
+    matrices = model.matrices_of(kind)
+    # Forward gathers before and scatters after attention and MLP. Backward mirrors this, and gathers inputs again for
+    # weight gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient, and
+    # the scatter with the product for the weight gradient.
+    columns = [m for m in matrices if m.divided == "outputs"]
+    hiding = [products(job, [m for m in columns if m.part == part], tokens) for part in ("attention", "mixer", "mlp")]
+    overlapped = sum(np.minimum(gather, each.inputs) + np.minimum(scatter, each.weights) for each in hiding)
+    moved = parts * (gather + scatter), 2 * parts * gather + parts * scatter - overlapped
+    every, bound = products(job, matrices, tokens), memory_bound(job, kind, tokens)
+    of_experts = products(job, [m for m in matrices if m.part == "experts"], tokens)
+    dispatched = token_exchange(job, tokens) * (MLP in model.parts_of(kind))
+    by_tile = tiling(job, kind, tokens)
+    if kind in (FULL, WINDOWED):
+        attention, exchange = _attention(job, shards, model.window_of(kind))
+        again = expansion(job)[0] * tokens if job.expands_again else 0.0
+    else:
+        attention, again = (np.zeros((len(tokens), cp)),) * 2, 0.0
+        exchange = (head_exchange(job, tokens) * (kind in LINEAR),) * 2
+    linear = (
+        every.forward + bound[0] + dispatched + by_tile[0],
+        every.backward + bound[1] + dispatched + again + by_tile[1],
+    )
+    forward, backward = (
+        LayerTimes(
+            linear=linear[i],
+            experts=(of_experts.forward, of_experts.backward)[i] + dispatched,
+            tensor=moved[i] * exposed,
+            attention=attention[i],
+            slowest=attention[i].max(axis=1),
+            exchange=exchange[i],
+        )
+        for i in range(2)
+    )
+    full = job.recompute.granularity == "full"
+    return forward, _sum((1, 1), (backward, forward)) if full else backward
+
+
+def _sum(factors: Sequence[float] | np.ndarray, times: Sequence[LayerTimes]) -> LayerTimes:
+    """Return the sum of times, each so many times."""
+    each = list(zip(factors, times, strict=True))
+    return LayerTimes(**{f.name: sum(n * getattr(of, f.name) for n, of in each) for f in fields(LayerTimes)})
+
+
 def crossover(job: Job) -> int:
     """Return Lc in tokens: a document of d takes time as d * (d + Lc), in layers without a window.
 
@@ -185,13 +194,13 @@ def crossover(job: Job) -> int:
     half = max(1, job.context_length // 2 // rows) * rows
     alone = replace(
         job,
-        model=replace(job.model, pattern=FULL),
+        model=replace(job.model, pattern=job.model.pattern.replace(WINDOWED, FULL)),
         parallel=Parallel(tp=job.parallel.tp, sequence_parallel=job.parallel.sequence_parallel),
         num_micro_batches=1,
         global_batch_size=1,
         max_tokens=max(job.max_tokens, job.context_length),
     )
-    if untimed(alone):
+    if untimed(alone) or not job.model.attention_layers:
         return job.model.crossover_tokens
     plans = [shard(np.array(lengths), alone) for lengths in ([half], [half, half], [2 * half])]
     passes = pass_times(alone, plans)

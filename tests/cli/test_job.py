@@ -62,7 +62,7 @@ def test_memory_bounds_micro_batches():
         ("--seq-length 64 --num-layers 2 --vocab-size 9", "no --hidden-size, --num-attention-heads: give the sizes"),
         (f"{JOB.split(' --vocab')[0]} --seq-length 64", "^the vocabulary is not known; give --vocab-size"),
         (f"{JOB} --num-gpus 6 --tensor-model-parallel-size 4", "^6 GPUs are no multiple of .* 4 x 1 x 1 = 4"),
-        (f"{JOB} --hybrid-layer-pattern M*", "^--hybrid-layer-pattern: .* cannot be simulated; give --approximate"),
+        (f"{JOB} --experimental-attention-variant dsa", "another attention cannot be simulated; give --approximate"),
         (f"{JOB} --wlb-packing best", "--wlb-packing is 'best'; choose one of"),
         (f"{JOB} --wlb-max-tokens 100", "--wlb-max-tokens 100 is under --seq-length 4096"),
         (f"{JOB} --wlb-memory-budget 0.001", r"micro-batches of at most \d+ tokens fit into memory"),

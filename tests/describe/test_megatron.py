@@ -186,6 +186,37 @@ def test_layers_have_the_windows_that_megatron_gives_them(skip, kinds):
     assert model_of(MegatronArguments.of(JOB | {"window_size": [-1, 0]})) == model_of(MegatronArguments.of(JOB))
 
 
+PUBLISHED = {
+    "Nemotron-H 8B": (
+        {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "ffn_hidden_size": 21504}
+        | {"hybrid_layer_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-|M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "vocab_size": 131_072}
+        | {"pipeline_model_parallel_size": 2},
+        ("M", "-", "*"),
+        465_000,
+    ),
+    "Qwen3-Next 80B-A3B": (
+        {"num_layers": 48, "hidden_size": 2048, "num_attention_heads": 16, "num_query_groups": 2, "kv_channels": 256}
+        | {"swiglu": True, "num_experts": 512, "moe_router_topk": 10, "moe_ffn_hidden_size": 512}
+        | {"moe_shared_expert_intermediate_size": 512, "attention_output_gate": True, "vocab_size": 151_936}
+        | {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4},
+        ("G", "*"),
+        73_000,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_crossover_of_linear_layers_is_that_of_published_shapes(name):
+    """By FLOPs, counted by hand to a thousand; in Nemotron-H 4 of 52 layers have attention, in Qwen3-Next 12 of 48."""
+    stated, kinds, crossover = PUBLISHED[name]
+    a = MegatronArguments.of(stated | {"group_query_attention": True})
+    model = model_of(a)
+    assert (model.kinds, round(model.crossover_tokens, -3)) == (kinds, crossover)
+    assert model.attention_layers == {"M": 4, "G": 12}[kinds[0]]
+    if model.hybrid:
+        assert parallel_of(a).split.layers(model.num_layers, 2, 1).ravel().tolist() == [24, 28]
+
+
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
@@ -193,11 +224,16 @@ def test_layers_have_the_windows_that_megatron_gives_them(skip, kinds):
         ({"window_size": (1 << 27, 0)}, "LEFT from -1 .no window. to 67108864"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "0"}, "--window-attn-skip-freq is 0; give N"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "[1]*x"}, r"--window-attn-skip-freq is \[1\]\*x"),
-        ({"window_size": (64, 0), "window_attn_skip_freq": "[2]"}, r"--window-attn-skip-freq is \[2\]"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": "[2]*12"}, r"--window-attn-skip-freq is \[2\]\*12"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": [1, 0]}, r"is \[1, 0\]; .* for each of 12 layers"),
+        ({"hybrid_layer_pattern": "M*D"}, "has D; its cost is not known"),
+        ({"hybrid_layer_pattern": "M-*E"}, "has both - and E"),
+        ({"hybrid_layer_pattern": "MG*"}, "has both M and G"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "--linear-attention-freq is ; give N"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
     ],
 )
-def test_windows_that_are_none_are_refused(stated, message):
+def test_layers_without_a_meaning_or_a_cost_are_refused(stated, message):
     with pytest.raises(ValueError, match=message):
         model_of(MegatronArguments.of(JOB | stated))
 

@@ -59,6 +59,11 @@ def test_a_layer_keeps_34_bytes_per_value_of_the_hidden_state():
     saved = in_parallel(parallel, cp=4).sharded(save_gathered_kv=True)
     assert layer_bytes(saved) == layer_bytes(parallel) + 4 * 2 * 2 * 12288 / 8
     assert layer_bytes(in_parallel(saved, cp=1)) == layer_bytes(parallel)
+    near = replace(saved, model=replace(GPT3_SHAPE, window=16, pattern="*W"))
+    assert layer_bytes(near) == layer_bytes(saved)
+    window = 1 + 2 * 16 * 4 / GPT3.context_length
+    assert layer_bytes(near, "W") == layer_bytes(parallel) + window * 2 * 2 * 12288 / 8
+    assert token_bytes(near, 0)[0] == token_bytes(saved, 0)[0] - 6 * (layer_bytes(near) - layer_bytes(near, "W"))
     gated = replace(GPT3, model=replace(GPT3_SHAPE, gated_linear_unit=True, num_query_groups=8), hidden_dropout=False)
     assert layer_bytes(gated) == 2 * (4 * 12288 + 2 * 12288 + 2 * 8 * 128 + 3 * 4 * 12288) + 4 * 96
     normed = replace(gated, model=replace(gated.model, qk_layernorm=True))

@@ -10,7 +10,8 @@ from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
-from megatron_wlb.model import MODELS
+from megatron_wlb.model import MODELS, mamba
+from megatron_wlb.sharding.select import attention_times
 from megatron_wlb.simulate.passes import crossover, pass_times, synchronised
 from tests.reference.sharding import rank_work
 from tests.simulate.shards import FREE, SMALL, TOGETHER, job, shards_of
@@ -133,6 +134,49 @@ def test_rounds_and_rings_hide_the_exchange():
     (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
     assert plan.shares
     assert layer_times(parts, in_parts)[0].exchange < whole / 16
+
+
+def test_a_window_sees_and_moves_what_is_in_it():
+    """Of a document on all ranks; a window of all of it takes what no window takes, and layers add up by kind."""
+    full = job(tp=2, cp=8, model=replace(SMALL, num_query_groups=1), save_gathered_kv=True)
+    (plan,) = shards_of(full, [[131072]])
+    plan = replace(plan, shares=())
+    whole, near = attention_times(plan, full, 1 << 20), attention_times(plan, full, 1023)
+    for i in range(2):
+        np.testing.assert_allclose(whole[i], attention_times(plan, full)[i])
+    assert near[1][0] == pytest.approx(float(exchange_model(full).times(np.array(2 * 1023.0))[0]))
+    # 64 query tiles of a head and 64 of a tail, each with its own key tile and the 8 of the window.
+    kernel = attention_kernels(full, 1023)[0]
+    assert near[0][0][1] == pytest.approx(kernel.time(2, 128 * 9, 128))
+    mixed = replace(full, model=replace(full.model, window=1023, pattern="WWW*"))
+    alone = [pass_times(replace(mixed, model=replace(mixed.model, pattern=kind)), [plan]) for kind in "W*"]
+    forward = pass_times(mixed, [plan]).forward[0, 0]
+    np.testing.assert_allclose(forward, 3 / 4 * alone[0].forward[0, 0] + 1 / 4 * alone[1].forward[0, 0])
+
+
+def test_layers_without_attention_cost_by_tokens():
+    """Mamba, attention and an MLP as layers of their own: two all-to-alls, and no time by lengths but in attention."""
+    mixer = mamba(heads=32, head_dim=64, groups=8, state_dim=128)
+    model = replace(SMALL, num_layers=6, pattern="M*-", hybrid=True, mixer=mixer)
+    given = job(tp=2, cp=4, model=model)
+    times = {}
+    for kind in "M*-":
+        alone = replace(given, model=replace(model, pattern=kind))
+        times[kind] = [pass_times(alone, shards_of(alone, [lengths])) for lengths in ([65536], [4096] * 16)]
+    for kind in "M-":
+        long, short = times[kind]
+        np.testing.assert_array_equal(long.forward, short.forward)
+        assert (long.layers[0].attention == 0).all()
+    latency, byte = NETWORK.all_to_all(Group(size=4, stride=2))
+    values = 2 * 2048 + 2 * 8 * 128 + 32 + 2048
+    assert times["M"][0].layers[0].exchange == pytest.approx(2 * latency + 16384 * values * 2 / 2 * 3 / 4 * byte)
+    assert times["-"][0].layers[0].exchange == 0 and times["*"][0].layers[0].attention.max() > 0
+    together = pass_times(given, shards_of(given, [[65536]]))
+    for direction in ("forward", "backward"):
+        np.testing.assert_allclose(
+            getattr(together, direction), sum(getattr(times[kind][0], direction) for kind in "M*-") / 3
+        )
+    assert given.work(np.array([1000])) == 1000 * (1000 + given.crossover_tokens)
 
 
 def test_products_hide_tensor_parallel_communication():

@@ -74,7 +74,7 @@ def jobs(run: Run, job: Job, samples: Samples) -> Iterator[Job]:
 def relieved(job: Job, samples: Samples) -> Job:
     """Return the job with fewer layers beside the vocabulary, by the work of the first samples."""
     model = job.model
-    if job.parallel.pp == 1 or model.mtp_num_layers:
+    if job.parallel.pp == 1 or model.mtp_num_layers or model.hybrid:
         return job
     lengths = samples.pieces(0, FIRST_WINDOWS)["length"]
     linear = float(lengths.sum()) * job.crossover_tokens

@@ -111,6 +111,19 @@ class Setup:
         if self._chooses(job.packing) and run.settings.memory_budget is None:
             self.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
         a, stated = run.arguments, run.launched.stated
+        model, half = job.model, job.crossover_tokens
+        if model.mixer:
+            self.notes.append(
+                "Assumed of gated delta nets and Mamba layers: scans go at the rate of memory, and nothing overlaps "
+                "the exchange of their heads. Neither time nor memory of such layers has been compared with upstream's."
+            )
+        if model.attention_layers < model.num_layers and job.context_length < half:
+            share = job.context_length / (job.context_length + half)
+            self.notes.append(
+                f"Only {model.attention_layers} of {model.num_layers} layers have attention, {share:.0%} of the time "
+                f"of a document that fills the window: this model needs little balance below windows of {half:,} "
+                "tokens, where it is half."
+            )
         if job.model.windowed_share and job.parallel.cp > 1:
             self.notes.append(
                 "Megatron is taken to gather K and V (--cp-comm-type all_gather): TransformerEngine's ring takes no "
