@@ -227,6 +227,7 @@ def _refuse(config: ConfigContainer) -> None:
         "dist.use_torch_fsdp2": config.dist.use_torch_fsdp2,
         "model.restore_modelopt_state": model.restore_modelopt_state,
         "model.mtp_num_layers": model.mtp_num_layers,
+        "model.experimental_attention_variant": model.experimental_attention_variant,
         "dataset.full_validation": dataset.full_validation,
         "dataset.multiple_validation_sets": dataset.multiple_validation_sets,
     }

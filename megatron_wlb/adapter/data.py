@@ -136,19 +136,20 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
         is_first: bool,
         is_last: bool,
         experts: bool = False,
+        linear: bool = False,
         encode: Encoding = varlen,
         windows: Sequence[int | None] = (None,),
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """`experts`: the model has some; `encode`: of the attention backend; `windows`: of `ModelShape`; `order`: rows
-        of the shard in the order of the model's, int64 [s] by their number, None: the same."""
+        """`experts`, `linear`: the model has such layers; `encode`: of the attention backend; `windows`: of `ModelShape`;
+        `order`: rows of the shard in the order of the model's, int64 [s] by their number, None: the same."""
         self._reading, self._cp_rank, self._encode, self._windows = reading, cp_rank, encode, windows
         self._order = order
-        self._is_first, self._is_last, self._experts = is_first, is_last, experts
+        self._is_first, self._is_last, self._experts, self._linear = is_first, is_last, experts, linear
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
         tokens = labels = loss_mask = origin = positions = digested = None
-        metadata = ShardMetadata.build(plan.shards, self._cp_rank, self._encode, windows=self._windows)
+        metadata = ShardMetadata.build(plan.shards, self._cp_rank, self._encode, self._windows, self._linear)
         if self._is_first or self._is_last:
             *parts, digested = self._read(plan)
             if self._order is not None:

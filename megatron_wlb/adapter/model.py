@@ -22,6 +22,7 @@ from megatron.core.utils import divide
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.latent import WlbLatentAttention, WlbLatentExchange
+from megatron_wlb.adapter.linear import GatedDeltaNet, WlbGatedDeltaNet
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends.protocol import owned
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -157,7 +158,7 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options
     for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
         _adapt(layer, transformer, options)
     if config.transformer_impl == "local":
-        spec.layer_norm = _torch_norm
+        spec.layer_norm = _TorchNorm
     return spec
 
 
@@ -165,7 +166,7 @@ def adapt_mtp(layer: Any, config: Any, options: AttentionOptions) -> None:
     """Adapt the spec of one of upstream's MTP layers."""
     _adapt(layer.submodules.mtp_model_layer, config, options)
     if config.transformer_impl == "local":
-        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = _torch_norm
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = _TorchNorm
 
 
 def check_layer(layer: Any) -> None:
@@ -180,32 +181,43 @@ def check_layer(layer: Any) -> None:
 
 
 def _adapt(layer: Any, config: Any, options: AttentionOptions) -> None:
-    check_layer(layer)
-    submodules = layer.submodules
-    attention = submodules.self_attention.submodules
+    found = getattr(layer.submodules, "self_attention", None)
+    if config.experimental_attention_variant and getattr(found, "module", None) in (GatedDeltaNet, WlbGatedDeltaNet):
+        found.module = WlbGatedDeltaNet
+        if config.transformer_impl == "local":
+            found.submodules.out_norm = _TorchNorm
+    else:
+        check_layer(layer)
+        _adapt_attention(found, config, options)
+    if config.transformer_impl == "local":
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _TorchNorm
+
+
+def _adapt_attention(spec: Any, config: Any, options: AttentionOptions) -> None:
+    attention = spec.submodules
     if config.multi_latent_attention:
         attention.core_attention = ModuleSpec(module=WlbCoreAttention, params={"options": options})
-        submodules.self_attention.module = WlbLatentExchange if options.latents else WlbLatentAttention
+        spec.module = WlbLatentExchange if options.latents else WlbLatentAttention
     else:
         attention.core_attention = partial(WlbCoreAttention, options=options)
-        given = submodules.self_attention.module
+        given = spec.module
         if not issubclass(given, WlbSelfAttention):
-            submodules.self_attention.module = type(given.__name__, (WlbSelfAttention, given), {})
-    if config.transformer_impl == "local":
-        submodules.input_layernorm = submodules.pre_mlp_layernorm = _torch_norm
-        if config.qk_layernorm:
-            key = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
-            attention.q_layernorm = _torch_norm
-            setattr(attention, key, _torch_norm)
+            spec.module = type(given.__name__, (WlbSelfAttention, given), {})
+    if config.transformer_impl == "local" and config.qk_layernorm:
+        key = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
+        attention.q_layernorm = _TorchNorm
+        setattr(attention, key, _TorchNorm)
 
 
-def _torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
-    """Return torch's norm; upstream's wrapper refuses sequence parallelism."""
-    cls = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-    module = cls(hidden_size, eps=eps)
-    for parameter in module.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return module
+class _TorchNorm:
+    """Makes torch's norm, as upstream's wrapper does, which refuses sequence parallelism; specs want a class."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:  # type: ignore[misc]
+        norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        module = norm(hidden_size, eps=eps)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return module
 
 
 def _follow_positions(chunks: list[GPTModel], *, max_positions: int) -> list[GPTModel]:
@@ -242,7 +254,8 @@ def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
 
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            layer.register_forward_hook(watch)
+            if hasattr(layer.self_attention, "core_attention"):
+                layer.register_forward_hook(watch)
     return chunks
 
 

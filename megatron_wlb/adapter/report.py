@@ -77,6 +77,8 @@ class Report:
             f"{job.crossover_tokens} tokens, CP sharding {job.sharding.cp_sharding}"
             f"{' of latents' * (job.cp_exchange == 'latents')}"
         )
+        if self._args.experimental_attention_variant:
+            print_rank_0("> wlb: layers of linear attention are planned with the time of other layers")
         if self._tried:
             why = untimed(job)
             assumed = f" (assumed to go by work, since {why})" * bool(why)

@@ -21,7 +21,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import checkpointing, initialize, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import compat, data, datasets, experts, jobs, loss, tiles
+from megatron_wlb.adapter import compat, data, datasets, experts, jobs, linear, loss, tiles
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import weighed
@@ -167,6 +167,7 @@ class Training:
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
             experts=bool(args.num_experts),
+            linear=bool(args.experimental_attention_variant),
             encode=self.attention.backend.encode,
             windows=self._job.model.windows,
             order=self._tiled(tiles.order) if self._job.tp_tile_rows else None,
@@ -221,6 +222,7 @@ class Training:
         with (
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             experts.installed(lambda: self._trained_share) if self._args.num_experts else contextlib.nullcontext(),
+            linear.installed() if self._args.experimental_attention_variant else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
             compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),

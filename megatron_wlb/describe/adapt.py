@@ -96,6 +96,12 @@ _ADAPTATIONS = (
         _without("tp_comm_overlap"),
         "there is nothing to overlap with one tensor-parallel rank",
     ),
+    _Adaptation(
+        lambda a, given: a.tp_comm_overlap and a.experimental_attention_variant,
+        _without("tp_comm_overlap"),
+        "its tiles know layers of attention alone",
+        "communication of tensor parallelism is no longer hidden",
+    ),
     _off(
         "moe_pad_expert_input_to_capacity",
         "padding wants equal lengths on all ranks, and what is over the capacity is dropped without it, too",

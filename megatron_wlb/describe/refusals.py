@@ -14,7 +14,6 @@ _REASONS = {
     "mixes hidden states of rows that it rolls, across documents and shards; leave it out": "mtp_hsm",
     "needs the largest logit, which packed attention does not report; leave it out": "qk_clip",
     "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
-    "is not supported; use plain attention": "experimental_attention_variant",
     "is for inference; leave it out": "cache_mla_latents",
     "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
         "perform_rl_step hybrid_context_parallel dynamic_context_parallel"
@@ -50,7 +49,34 @@ def dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
     return bool(a.num_experts) and chosen
 
 
+def _undivided(a: Any) -> bool:
+    """Whether a rank would have parts of heads of gated delta nets."""
+    ranks = (a.tensor_model_parallel_size or 1) * (a.context_parallel_size or 1)
+    heads = (a.linear_num_key_heads or 16, a.linear_num_value_heads or 32)
+    return bool(a.experimental_attention_variant) and any(count % ranks for count in heads)
+
+
 _REFUSALS: dict[str, Callable[[Any], Any]] = {
+    "--experimental-attention-variant {a.experimental_attention_variant} is not supported; give gated_delta_net": (
+        lambda a: a.experimental_attention_variant not in (None, "gated_delta_net", "gdn")
+    ),
+    (
+        "--linear-num-key-heads and --linear-num-value-heads do not divide by --tensor-model-parallel-size x "
+        "--context-parallel-size, and every rank computes whole heads; give fewer ranks"
+    ): _undivided,
+    "--linear-cp-mode chunkwise passes states along ranks in order, which shards are not in; give headwise": lambda a: (
+        a.linear_cp_mode == "chunkwise"
+    ),
+    "--experimental-attention-variant with FP8 or FP4 has not been tried; leave one of them out": lambda a: (
+        a.experimental_attention_variant and (a.fp8 or a.fp4)
+    ),
+    "--experimental-attention-variant with --mtp-num-layers fails in upstream; leave one of them out": lambda a: (
+        a.experimental_attention_variant and a.mtp_num_layers
+    ),
+    (
+        "--experimental-attention-variant with --tensor-model-parallel-size over 1 and without --sequence-parallel has "
+        "gradients of norms that upstream does not sum over ranks; give --sequence-parallel"
+    ): lambda a: a.experimental_attention_variant and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
     "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets": lambda a: (
         a.multiple_validation_sets and not a.full_validation
     ),

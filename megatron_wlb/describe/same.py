@@ -27,6 +27,9 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
     "attention ends with the document, and without --wlb it does not here": lambda a: (
         not masks_documents(a) and not a.reset_attention_mask
     ),
+    "states of linear layers end with the document, and without --wlb they do not here": lambda a: (
+        a.experimental_attention_variant and not (a.dataloader_inter_document_masking or a.sft)
+    ),
     "no attention dropout": lambda a: a.attention_dropout != 0,
     "hidden dropout draws other numbers": lambda a: a.hidden_dropout != 0,
     "losses that balance experts are of other micro-batches (1.2 % of a small GPT's gradient, as with another "

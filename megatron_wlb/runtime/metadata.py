@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_wlb.documents import Keys, Round, ShardPlan
 from megatron_wlb.runtime.backends.protocol import Encoding
-from megatron_wlb.sharding.routing import exchange, positions
+from megatron_wlb.sharding.routing import document_begins, exchange, positions
+from megatron_wlb.sharding.routing import rows as held_rows
 
 
 class Call(NamedTuple):
@@ -65,6 +66,21 @@ class Part(PartLayout):
     """The table of each call, int32."""
 
 
+class PackedOrder(NamedTuple):
+    """Where layers whose state runs along a document find its rows.
+
+    An all-to-all gives such a layer all S rows of the micro-batch for some of its heads: those of the first rank, then
+    those of the next.
+    """
+
+    from_ranks: Tensor
+    """int64 [S]: row i in packed order is row `from_ranks[i]` of these."""
+    to_ranks: Tensor
+    """int64 [S]: the inverse."""
+    cu_seqlens: Tensor
+    """int64 [documents + 1]: first row of each document in packed order, and S; no document is empty."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardMetadata:
     """Rows, positions and attention calls of one rank's shard.
@@ -82,12 +98,22 @@ class ShardMetadata:
     orders: Mapping[int | None, tuple[int, ...]]
     """By the window of a layer: which of `layouts` it runs, in order."""
     sizes: tuple[int, ...]
-    """Of the int64 arrays that begin `integers`: positions, then four for every `Part`; then the int32 tables."""
+    """Of the int64 arrays that begin `integers`: positions, then four for every `Part`, then those of `packed`, if any;
+    then the int32 tables."""
     integers: Tensor
 
     @classmethod
-    def build(cls, plan: ShardPlan, cp_rank: int, encode: Encoding, windows: Sequence[int | None] = (None,)) -> Self:
+    def build(
+        cls,
+        plan: ShardPlan,
+        cp_rank: int,
+        encode: Encoding,
+        windows: Sequence[int | None] = (None,),
+        linear: bool = False,
+    ) -> Self:
         """Return the metadata of rank `cp_rank` of `plan`, on the host, for `encode` and layers of these windows.
+
+        `linear`: with `packed`.
 
         O(rows of the micro-batch). Raises ValueError for a rank that the plan does not have.
         """
@@ -97,6 +123,7 @@ class ShardMetadata:
                 "plan with the size of the context-parallel group"
             )
         arrays, layouts, tables = [positions(plan.shards[cp_rank])], [], []
+        num_rows = len(arrays[0])
         of_whole = sum(int((call["stop"] - call["start"]).sum()) for call in plan.calls(cp_rank, Keys.WHOLE))
         whole, shared = slice(0, of_whole), slice(of_whole, len(arrays[0]))
         rows_of: dict[Round, slice] = {Keys.ALL: slice(0, len(arrays[0])), Keys.WHOLE: whole}
@@ -123,11 +150,16 @@ class ShardMetadata:
                     calls=tuple(calls),
                 )
             )
+        if linear:
+            to_ranks = np.concatenate([held_rows(plan.lengths, shard) for shard in plan.shards])
+            from_ranks = np.empty_like(to_ranks)
+            from_ranks[to_ranks] = np.arange(len(to_ranks))
+            arrays += [from_ranks, to_ranks, document_begins(plan.lengths[plan.lengths > 0])]
         packed = np.concatenate(tables)
         return cls(
             cp_rank=cp_rank,
             cp=len(plan.shards),
-            num_rows=len(arrays[0]),
+            num_rows=num_rows,
             encode=encode,
             layouts=tuple(layouts),
             orders={window: tuple(map(every.index, of_layer)) for window, of_layer in rounds.items()},
@@ -170,6 +202,14 @@ class ShardMetadata:
                 "them with it"
             )
         return tuple(self.parts[i] for i in self.orders[window])
+
+    @cached_property
+    def packed(self) -> PackedOrder | None:
+        """None unless `build` was asked for it."""
+        beside = 1 + 4 * len(self.layouts)
+        if len(self.sizes) == beside:
+            return None
+        return PackedOrder(*self.integers[sum(self.sizes[:beside]) : sum(self.sizes)].split(self.sizes[beside:]))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         return replace(self, integers=self.integers.to(device, non_blocking=non_blocking))

@@ -215,6 +215,7 @@ def test_what_is_set_is_said(dataset, capsys, monkeypatch):
     [
         ({"model": object()}, "config.model is of object"),
         ({"model.mtp_num_layers": 1}, r"does not support model\.mtp_num_layers"),
+        ({"model.experimental_attention_variant": "gdn"}, r"does not support model\.experimental_attention_variant"),
         ({"dist.use_decentralized_pg": True}, "does not support dist.use_decentralized_pg"),
         ({"dataset.full_validation": True}, "does not support dataset.full_validation"),
         ({"dataset": None}, "give a GPTDatasetConfig, not NoneType"),

@@ -1,7 +1,8 @@
 """`--wlb` in every layout against Megatron's own run on one process: losses and all gradients.
 
 Where Megatron's local attention cannot run, that is with latents, or ignores windows under a mask, against `--wlb` on
-one process. The largest layouts have a little of all models, the smaller ones one axis each; `full` has what they lack.
+one process. Gated delta nets: against Megatron's, one document after the other. The largest layouts have a little of
+all models, the smaller ones one axis each; `full` has what they lack.
 """
 
 import functools
@@ -17,6 +18,7 @@ from tests.adapter.training import (
     FULL,
     GQA,
     LATENT,
+    LINEAR,
     MOE,
     MTP,
     PP2,
@@ -119,6 +121,9 @@ MODELS = [
     (2, PP2, TIED),
     full(4, f"{PP2} {TP2}", TIED),
     full(2, VPP2, f"{TIED} {MTP}"),
+    *((4, f"{TP2} {CP2}", LINEAR), (4, CP4, LINEAR), (2, PP2, LINEAR), full(2, TP2, LINEAR), full(2, CP2, LINEAR)),
+    *(full(8, f"{ALL} {sharding} {FULL}", LINEAR) for sharding in (SEQUENCE, BY_DOCUMENT, HYBRID)),
+    *(full(2, f"{CP2} {SELECTIVE} gdn_norm_out", LINEAR), full(4, f"{CP2} {EP2} {VPP2}", f"{LINEAR} {MOE}")),
 ]
 
 

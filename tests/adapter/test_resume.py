@@ -21,6 +21,7 @@ from tests.adapter.training import (
     CP2,
     GQA,
     LATENT,
+    LINEAR,
     MTP,
     PP2,
     QUERY_LATENT,
@@ -48,6 +49,7 @@ SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
             "adaptive:20",
         ),
         (4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
+        (4, f"{TP2} {PP2} {LINEAR}", "adaptive"),
         *(full(4, f"{CP2} {VPP2}", packing) for packing in ("paper:96,160", "megatron", "adaptive")),
     ],
 )

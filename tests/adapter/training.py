@@ -49,6 +49,10 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64"
 MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
+LINEAR = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 16"
+)
 SINKS = "--softmax-type learnable --window-size 16,0 --window-attn-skip-freq 2"
 LATENT = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 QUERY_LATENT = "--q-lora-rank 24 --qk-layernorm --rope-type rope"
@@ -186,6 +190,11 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str, ex
 def _parameters(chunks: list[Any]) -> Any:
     """(global name, parameter) of every model chunk; layers and experts count over the whole model."""
     from megatron.core import mpu
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    for net in (m for chunk in chunks for m in chunk.modules() if isinstance(m, GatedDeltaNet)):
+        net.in_proj.weight.partition_sizes = net.in_proj_split_sections  # as upstream says it of Mamba layers
+        net.conv1d.weight.partition_sizes = net.in_proj_split_sections[:3]
 
     for chunk in chunks:
         module = chunk.module
@@ -205,8 +214,8 @@ def _parameters(chunks: list[Any]) -> Any:
             yield name, parameter
 
 
-def _split(name: str, parameter: Any) -> tuple[int, int, int]:
-    """Dimension that tensor parallelism divides (-1: none), rank and size. fc1 is [gate, up], each divided."""
+def _split(name: str, parameter: Any) -> tuple[int, int, int, tuple[int, ...]]:
+    """Dimension that tensor parallelism divides (-1: none), rank, size, and a rank's rows of each part, all divided."""
     from megatron.core import mpu
 
     if getattr(parameter, "allreduce", True):
@@ -214,11 +223,15 @@ def _split(name: str, parameter: Any) -> tuple[int, int, int]:
     else:  # of an expert
         size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
     divided = getattr(parameter, "tensor_model_parallel", False) and size > 1
-    return (parameter.partition_dim if divided else -1), rank, size
+    if not divided:
+        return -1, rank, size, ()
+    rows = parameter.shape[parameter.partition_dim]
+    parts = (rows // 2, rows // 2) if "linear_fc1" in name else (rows,)  # [gate, up]
+    return parameter.partition_dim, rank, size, tuple(getattr(parameter, "partition_sizes", parts))
 
 
 def _whole_shape(name: str, parameter: Any) -> list[int]:
-    dim, _, size = _split(name, parameter)
+    dim, _, size, _ = _split(name, parameter)
     return [n * size if i == dim else n for i, n in enumerate(parameter.shape)]
 
 
@@ -226,13 +239,13 @@ def _set_parameters(chunks: list[Any]) -> None:
     for name, parameter in _parameters(chunks):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         shape = _whole_shape(name, parameter)
-        scale, shift = (0.1, 1.0) if len(shape) == 1 else (0.05, 0.0)
+        scale, shift = {1: (0.1, 1.0), 2: (0.05, 0.0), 3: (0.5, 0.0)}[len(shape)]
+        shift -= 4.0 * name.endswith("A_log")  # states decay over tens of tokens
         whole = torch.randn(shape, generator=generator) * scale + shift
-        dim, rank, size = _split(name, parameter)
-        if dim >= 0 and "linear_fc1" in name:
-            whole = whole.view(2, size, -1, shape[1])[:, rank].reshape(parameter.shape)
-        elif dim >= 0:
-            whole = whole.chunk(size, dim)[rank]
+        dim, rank, size, rows = _split(name, parameter)
+        if dim >= 0:
+            parts = whole.split([n * size for n in rows], dim)
+            whole = torch.cat([part.chunk(size, dim)[rank] for part in parts], dim)
         if isinstance(parameter, DTensor):  # of FSDP
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
         parameter.data.copy_(whole)
@@ -250,24 +263,20 @@ def _shards(chunks: list[Any], value: Any) -> dict[str, Any]:
 def _merge(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Whole tensors from the shards of all ranks; replicas must agree to rounding."""
     found: dict[str, dict[int, torch.Tensor]] = {}
-    splits: dict[str, tuple[int, int]] = {}
+    splits: dict[str, tuple[int, int, tuple[int, ...]]] = {}
     for shards in ranks:
-        for name, (tensor, dim, rank, size) in shards.items():
+        for name, (tensor, dim, rank, size, rows) in shards.items():
             known = found.setdefault(name, {}).setdefault(rank if dim >= 0 else 0, tensor)
             torch.testing.assert_close(tensor, known, rtol=1e-4, atol=1e-6, msg=f"replicas of {name} differ")
-            splits[name] = (dim, size)
+            splits[name] = (dim, size, rows)
     merged = {}
     for name, parts in found.items():
-        dim, size = splits[name]
+        dim, size, rows = splits[name]
         if dim < 0:
             merged[name] = parts[0]
             continue
-        ordered = [parts[r] for r in range(size)]
-        if "linear_fc1" in name:
-            halves = [p.view(2, -1, p.shape[1]) for p in ordered]
-            merged[name] = torch.cat(halves, 1).reshape(-1, ordered[0].shape[1])
-        else:
-            merged[name] = torch.cat(ordered, dim)
+        each = zip(*(parts[r].split(rows, dim) for r in range(size)), strict=True)
+        merged[name] = torch.cat([shard for part in each for shard in part], dim)
     return merged
 
 

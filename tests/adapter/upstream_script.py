@@ -47,7 +47,15 @@ def forward_step(data_iterator, model):
     batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
     inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask"))
     mask = batch["loss_mask"]
-    return model(*inputs, labels=batch["labels"], loss_mask=mask), functools.partial(loss, mask)
+    if get_args().experimental_attention_variant is None:
+        return model(*inputs, labels=batch["labels"], loss_mask=mask), functools.partial(loss, mask)
+    # No mask ends the states of such a model with a document, so it runs them one by one.
+    begins = [*torch.nonzero(batch["position_ids"][0] == 0)[:, 0].tolist(), mask.shape[1]]
+    output = [
+        model(*(x[..., rows] for x in inputs[:2]), inputs[2][..., rows, rows], labels=batch["labels"][:, rows])
+        for rows in map(slice, begins, begins[1:])
+    ]
+    return torch.cat(output, dim=1), functools.partial(loss, mask)
 
 
 def loss(loss_mask, output):

@@ -12,6 +12,7 @@ SERVED = {
     **{"context_parallel_size": 1, "untie_embeddings_and_output_weights": True},
 }
 MOE, FLEX = {"num_experts": 4}, {"num_experts": 4, "moe_token_dispatcher_type": "flex"}
+LINEAR = {"experimental_attention_variant": "gated_delta_net"}
 LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
 
 
@@ -27,6 +28,7 @@ def test_what_is_served():
         FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True},
         LATENT | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "position_embedding_type": "rope"},
         {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
+        LINEAR | {"tensor_model_parallel_size": 4, "context_parallel_size": 4, "sequence_parallel": True},
         {"mtp_num_layers": 1, "defer_embedding_wgrad_compute": True},
     ):
         check(Namespace(**SERVED | more))
@@ -58,6 +60,16 @@ def test_refused_if_given_at_all():
         ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope is not supported; give rope, yarn"),
         ({"position_embedding_type": "relative"}, "--position-embedding-type relative is not supported"),
         ({"transformer_impl": "local", "layernorm_zero_centered_gamma": True}, "leave one of them out"),
+        (
+            {"experimental_attention_variant": "dsa"},
+            "-variant dsa is not supported; give gated_delta_net",
+        ),
+        (LINEAR | {"linear_num_key_heads": 6, "context_parallel_size": 4}, "--linear-num-key-heads .*give fewer ranks"),
+        (LINEAR | {"context_parallel_size": 32}, "--linear-num-key-heads .*give fewer ranks"),
+        (LINEAR | {"linear_cp_mode": "chunkwise"}, "--linear-cp-mode chunkwise .*give headwise"),
+        (LINEAR | {"fp8": "hybrid"}, "with FP8 or FP4 .*leave one of them out"),
+        (LINEAR | {"mtp_num_layers": 1}, "--mtp-num-layers fails in upstream"),
+        (LINEAR | {"tensor_model_parallel_size": 2}, "gradients of norms .*give --sequence-parallel"),
         ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
         ({"save": "msc://bucket/run", "wlb_packing": "paper"}, "to object storage are not supported with delay"),
         ({"load": "msc://bucket/run", "wlb_packing": "adaptive:20"}, "to object storage are not supported with delay"),

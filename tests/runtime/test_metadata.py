@@ -33,6 +33,18 @@ def test_rows_and_positions_follow_the_plan(encode, sharding, cp):
         assert np.concatenate(rows).tolist() == [*range(184 // cp)]
 
 
+@covering(sharding=SHARDINGS, cp=[1, 2, 4])
+def test_packed_order_is_that_of_documents(sharding, cp):
+    """Rows of all ranks, one after the other, in packed order and back; documents without rows do not count."""
+    plan = sharding(np.append(LENGTHS, 0), cp)
+    of_ranks = torch.cat([torch.as_tensor(local_rows(plan, rank)) for rank in range(cp)])
+    packed = ShardMetadata.build(plan, cp - 1, varlen, linear=True).packed
+    assert torch.equal(of_ranks[packed.from_ranks], torch.arange(184))
+    assert torch.equal(torch.arange(184)[packed.to_ranks], of_ranks)
+    assert packed.cu_seqlens.tolist() == [0, *np.cumsum(LENGTHS)]
+    assert ShardMetadata.build(plan, 0, varlen).packed is None
+
+
 def test_te_is_given_few_numbers_of_entries():
     """Each is a plan that cuDNN builds."""
     counts = []
