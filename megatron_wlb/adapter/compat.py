@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from megatron_wlb import files
 from megatron_wlb.describe.megatron import MegatronArguments, parallel_of
+from megatron_wlb.describe.refusals import has_linear_layers
 
 SUPPORTED = ((0, 19, 0), (0, 20, 0))
 """The first tested version of each supported minor version of megatron-core. Upstream's main calls itself 0.20.0."""
@@ -70,8 +71,8 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
     """Return upstream's bytes on the fullest rank; None without a formula."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-    # The formula covers Adam only. Precision-aware states have other dtypes and may be in host memory.
-    if args.optimizer != "adam" or args.use_precision_aware_optimizer:
+    # The formula covers Adam and attention only. Precision-aware states have other dtypes and may be in host memory.
+    if args.optimizer != "adam" or args.use_precision_aware_optimizer or has_linear_layers(args):
         return None
     # The distributed optimizer shards over context-parallel ranks, too. The formula splits layers evenly, so give every
     # stage as many layers as the fullest stage has. Pass a copy, since the formula sets defaults.
@@ -111,21 +112,30 @@ UPSTREAM_DIGESTS = {
     "core_gpt_dataset_config_from_args": "1d65e3f970045a0e",
 }
 """`meaning_of` functions of upstream's `pretrain_gpt.py` that do not run with `--wlb`: alike in all of `SUPPORTED`."""
+HYBRID_DIGESTS = UPSTREAM_DIGESTS | {
+    "forward_step": "610640396c54a832",
+    "train_valid_test_datasets_provider": "d992e7fd447d355b",
+    "core_gpt_dataset_config_from_args": "6896cde15795994c",
+}
+"""The same of `pretrain_hybrid.py`."""
 
 
 def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
     """Check what a script passes to `pretrain()`, whose `forward_step` will not run.
 
-    Raises ValueError for another model than upstream's GPT, and for functions that are not upstream's.
+    Raises ValueError for another model than upstream's GPT and hybrid model, and for functions that are not upstream's.
     """
-    gpt = importlib.import_module("megatron.training.models.gpt").GPTModelConfig
-    if type(model) is not gpt or model_provider is not None:
+    models = importlib.import_module("megatron.training.models")
+    known = {models.GPTModelConfig: UPSTREAM_DIGESTS, models.HybridModelConfig: HYBRID_DIGESTS}
+    if type(model) not in known or model_provider is not None:
         other = "a model_provider of its own" if model_provider is not None else f"a model of {type(model).__name__}"
         raise ValueError(
-            f"--wlb trains Megatron's GPT ({gpt.__name__}), and this script has {other}; train it without --wlb"
+            f"--wlb trains Megatron's GPT and hybrid models ({', '.join(each.__name__ for each in known)}), and this "
+            f"script has {other}; train it without --wlb"
         )
     functions = forward_step.__globals__ | {"forward_step": forward_step}
-    if changed := [name for name, known in UPSTREAM_DIGESTS.items() if meaning_of(functions.get(name)) != known]:
+    digests = known[type(model)]
+    if changed := [name for name, digest in digests.items() if meaning_of(functions.get(name)) != digest]:
         raise ValueError(
             f"--wlb has Megatron's data and loss, and would leave out what the functions {', '.join(changed)} in "
             f"{inspect.getfile(forward_step)} change in them; undo that, train without --wlb, or run the "
@@ -160,8 +170,8 @@ def run_script(defaults: dict[str, Any]) -> None:
     own: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder}
     own |= {"train_valid_test_dataset_provider": None, "forward_step_func": None}
     args = arguments.parse_and_validate_args(args_defaults=defaults)
-    model = argument_utils.gpt_config_from_args(args)
-    pretrain(argument_utils.pretrain_cfg_container_from_args(args, model), model_provider=None, **own)
+    make = argument_utils.hybrid_config_from_args if args.hybrid_layer_pattern else argument_utils.gpt_config_from_args
+    pretrain(argument_utils.pretrain_cfg_container_from_args(args, make(args)), model_provider=None, **own)
 
 
 @contextlib.contextmanager

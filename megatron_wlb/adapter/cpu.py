@@ -4,17 +4,16 @@
 `torch.cuda.is_available()` stays False, so nobody mistakes such a run for a GPU run.
 """
 
-import copy
 import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.functional import conv1d, pad, silu
+
+from megatron_wlb.adapter import cpu_linear
 
 FLAGS = (
     "--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-rope-fusion "
@@ -94,6 +93,7 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     importlib.import_module("torch._dynamo")
 
+    sys.modules.update(cpu_linear.PACKAGES)
     for name in _FACTORIES.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _tensor_to(torch.Tensor.to)  # type: ignore[method-assign]
@@ -161,63 +161,4 @@ def install_megatron() -> None:
         lambda cls, rank, mp_mode="", *rest, **options: worker(cls, rank, "fork", *rest, **options)
     )
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
-    _install_linear()
-
-
-def _install_linear() -> None:
-    """Give upstream's gated delta nets kernels in torch, document by document, and layers without TransformerEngine."""
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
-    from megatron.core.ssm.gated_delta_net import common, gdn
-
-    common.HAVE_FLA = True  # the package flash-linear-attention, whose kernels need a GPU
-    common.l2norm = gdn.l2norm = lambda x, eps=1e-6: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-    common.causal_conv1d = gdn.causal_conv1d = _causal_conv1d
-    rule = gdn.torch_chunk_gated_delta_rule
-
-    def chunk_gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any = None, **unused: Any) -> Any:
-        return _by_document(lambda *given: rule(*given)[0], cu_seqlens, q, k, v, g, beta), None
-
-    common.chunk_gated_delta_rule = gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
-    specs._get_backend_spec_provider = lambda config: LocalSpecProvider()
-    specs.get_transformer_layer_with_experimental_attention_variant_spec = _local_layers
-
-
-def _by_document(run: Callable[..., torch.Tensor], cu_seqlens: Any, *given: torch.Tensor) -> torch.Tensor:
-    """Apply `run` to the rows of each document of tensors [1, s, ...]; without `cu_seqlens` to all rows."""
-    sizes = given[0].shape[1] if cu_seqlens is None else cu_seqlens.diff().tolist()
-    return torch.cat([run(*rows) for rows in zip(*(x.split(sizes, dim=1) for x in given), strict=True)], dim=1)
-
-
-def _causal_conv1d(x: Any, weight: Any, bias: Any = None, cu_seqlens: Any = None, **unused: Any) -> Any:
-    """x [1, s, channels], weight [channels, taps] -> as x, through SiLU."""
-
-    def run(rows: torch.Tensor) -> torch.Tensor:
-        before = pad(rows.transpose(1, 2), (weight.shape[1] - 1, 0))
-        return silu(conv1d(before, weight[:, None], bias, groups=len(weight))).transpose(1, 2)
-
-    return _by_document(run, cu_seqlens, x), None
-
-
-def _local_layers(config: Any, backend: Any = None) -> list[Any]:
-    """Return specs of local layers, where upstream has those of TransformerEngine alone."""
-    from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    plain = copy.copy(config)
-    plain.experimental_attention_variant = None
-    options = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
-    layers: list[Any] = get_gpt_decoder_layer_specs(plain, use_transformer_engine=False, **options)
-    for i in (i for i, linear in enumerate(get_linear_attention_pattern(config)) if linear):
-        layers[i] = copy.deepcopy(layers[i])
-        layers[i].submodules.self_attention = ModuleSpec(
-            module=GatedDeltaNet,
-            submodules=GatedDeltaNetSubmodules(
-                in_proj=backend.column_parallel_linear(),
-                out_norm=backend.layer_norm(rms_norm=config.normalization == "RMSNorm"),
-                out_proj=backend.row_parallel_linear(),
-            ),
-        )
-    return layers
+    cpu_linear.install()

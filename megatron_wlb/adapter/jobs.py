@@ -26,7 +26,7 @@ def check(args: Namespace) -> None:
     """Raise ValueError for flags that `--wlb` cannot serve, before upstream validates its own."""
     refusals.check(args)
     if (spec := getattr(args, "spec", None)) is not None:
-        _check_spec(*spec)
+        _check_spec(*spec, of_stack=bool(getattr(args, "hybrid_layer_pattern", None)))
     RunSettings.from_args(args)
     settings = PlanSettings.from_args(args)
     policy = policy_of(args.wlb_packing)
@@ -66,18 +66,19 @@ def check(args: Namespace) -> None:
         raise ValueError(f"--wlb: {error}") from error
 
 
-def _check_spec(module: str, name: str = "") -> None:
-    """Raise ValueError for a --spec that cannot be imported, or is no layer of a GPT; a function is called later."""
+def _check_spec(module: str, name: str = "", *, of_stack: bool = False) -> None:
+    """Raise ValueError for a --spec that cannot be imported, or is no layer of a GPT or, `of_stack`, no hybrid stack;
+    a function is called later."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_wlb.adapter.model import check_layer
+    from megatron_wlb.adapter.model import check_layer, check_stack
 
     try:
         spec = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--wlb: --spec {module} {name}: {error}; give a module on PYTHONPATH and its spec") from None
     if isinstance(spec, ModuleSpec):
-        check_layer(spec)
+        (check_stack if of_stack else check_layer)(spec)
 
 
 def from_args(args: Namespace, **fixed: Any) -> Job:

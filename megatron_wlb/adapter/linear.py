@@ -34,15 +34,28 @@ class WlbGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make upstream's layers find their rows by the plan inside."""
+    """Make upstream's gated delta nets and Mamba layers find their rows by the plan inside."""
     package, parameters = "megatron.core.ssm.gated_delta_net", ("cu_seqlens", "cp_size", "t_global")
     common, gdn = (importlib.import_module(f"{package}.{name}") for name in ("common", "gdn"))
     # 0.19 calls it in one of these modules, 0.20 in the other.
     caller = gdn if hasattr(gdn, "_build_thd_cp_a2a_perm") else common
-    with compat.replaced(caller, "_build_thd_cp_a2a_perm", lambda original: _order, parameters):
+    mamba, rows = importlib.import_module("megatron.core.ssm.mamba_context_parallel"), ("input_", "packed_seq_params")
+    with (
+        compat.replaced(caller, "_build_thd_cp_a2a_perm", lambda original: _order, parameters),
+        compat.replaced(mamba, "_undo_attention_load_balancing", lambda original: _from_ranks, rows),
+        compat.replaced(mamba, "_redo_attention_load_balancing", lambda original: _to_ranks, rows),
+    ):
         yield
 
 
 def _order(cu_seqlens: Any, cp_size: int, t_global: int) -> tuple[torch.Tensor, torch.Tensor]:
     found: tuple[torch.Tensor, torch.Tensor] = cu_seqlens.order
     return found
+
+
+def _from_ranks(input_: torch.Tensor, cp_size: int, packed_seq_params: Any) -> torch.Tensor:
+    return input_.index_select(0, packed_seq_params.wlb.packed.from_ranks)
+
+
+def _to_ranks(input_: torch.Tensor, cp_size: int, packed_seq_params: Any) -> torch.Tensor:
+    return input_.index_select(0, packed_seq_params.wlb.packed.to_ranks)

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -38,6 +40,8 @@ class WlbPackedSeqParams(PackedSeqParams):
 
     def __post_init__(self) -> None:
         self.qkv_format = "sbhd"  # rows keep their order, so rotary embeddings apply row by row
+        if self.wlb is not None and self.wlb.packed is not None:
+            self.seq_idx = self.wlb.packed.documents()
 
 
 class WlbCoreAttention(MegatronModule):
@@ -134,7 +138,10 @@ class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
 
 def configure(model: Any, *, options: AttentionOptions, context_length: int) -> Any:
     """Build WLB attention (with `options`) and positions into the config `model`."""
-    model.transformer_layer_spec = partial(_layer_spec, given=model.transformer_layer_spec, options=options)
+    if hasattr(model, "hybrid_stack_spec"):
+        model.hybrid_stack_spec = _stack_spec(model.hybrid_stack_spec, model.transformer, options)
+    else:
+        model.transformer_layer_spec = partial(_layer_spec, given=model.transformer_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
     model.transformer.overlap_p2p_comm_warmup_flush = model.transformer.overlap_p2p_comm  # `Job.overlap_transfers`
     model.pre_wrap_hooks += [partial(_follow_positions, max_positions=context_length), _one_layout, _send_ahead]
@@ -158,15 +165,38 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options
     for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
         _adapt(layer, transformer, options)
     if config.transformer_impl == "local":
-        spec.layer_norm = _TorchNorm
+        spec.layer_norm = TorchNorm
     return spec
+
+
+def _stack_spec(given: Any, config: Any, options: AttentionOptions) -> Any:
+    """Return the spec of a hybrid stack, of --spec (`given`) or upstream's, with our attention and gated delta nets."""
+    spec = copy.copy(hybrid_stack_spec if given is None else given)
+    check_stack(spec)
+    spec.submodules = copy.copy(spec.submodules)
+    for name in ("attention_layer", "gdn_layer"):
+        layer = copy.deepcopy(getattr(spec.submodules, name))
+        _adapt_attention(layer, config, options, linear=True)
+        setattr(spec.submodules, name, layer)
+    return spec
+
+
+def check_stack(spec: Any) -> None:
+    """Raise ValueError for another spec than one of Megatron's hybrid stack with its own Mamba layers."""
+    mixer = getattr(getattr(spec, "submodules", None), "mamba_layer", None)
+    found = getattr(getattr(getattr(mixer, "submodules", None), "mixer", None), "module", None)
+    if found is not MambaMixer:
+        raise ValueError(
+            f"--wlb: --spec names {getattr(found, '__name__', 'no Mamba layers')}, and --hybrid-layer-pattern wants "
+            "layers with Megatron's MambaMixer; leave one of them out"
+        )
 
 
 def adapt_mtp(layer: Any, config: Any, options: AttentionOptions) -> None:
     """Adapt the spec of one of upstream's MTP layers."""
     _adapt(layer.submodules.mtp_model_layer, config, options)
     if config.transformer_impl == "local":
-        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = _TorchNorm
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchNorm
 
 
 def check_layer(layer: Any) -> None:
@@ -181,19 +211,20 @@ def check_layer(layer: Any) -> None:
 
 
 def _adapt(layer: Any, config: Any, options: AttentionOptions) -> None:
-    found = getattr(layer.submodules, "self_attention", None)
-    if config.experimental_attention_variant and getattr(found, "module", None) in (GatedDeltaNet, WlbGatedDeltaNet):
-        found.module = WlbGatedDeltaNet
-        if config.transformer_impl == "local":
-            found.submodules.out_norm = _TorchNorm
-    else:
-        check_layer(layer)
-        _adapt_attention(found, config, options)
+    _adapt_attention(layer, config, options, linear=config.experimental_attention_variant is not None)
     if config.transformer_impl == "local":
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _TorchNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
 
 
-def _adapt_attention(spec: Any, config: Any, options: AttentionOptions) -> None:
+def _adapt_attention(layer: Any, config: Any, options: AttentionOptions, *, linear: bool) -> None:
+    """Adapt what mixes the rows of a layer; `linear`: it may be a gated delta net."""
+    spec = getattr(layer.submodules, "self_attention", None)
+    if linear and getattr(spec, "module", None) in (GatedDeltaNet, WlbGatedDeltaNet):
+        spec.module = WlbGatedDeltaNet
+        if config.transformer_impl == "local":
+            spec.submodules.out_norm = TorchNorm
+        return
+    check_layer(layer)
     attention = spec.submodules
     if config.multi_latent_attention:
         attention.core_attention = ModuleSpec(module=WlbCoreAttention, params={"options": options})
@@ -205,11 +236,11 @@ def _adapt_attention(spec: Any, config: Any, options: AttentionOptions) -> None:
             spec.module = type(given.__name__, (WlbSelfAttention, given), {})
     if config.transformer_impl == "local" and config.qk_layernorm:
         key = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
-        attention.q_layernorm = _TorchNorm
-        setattr(attention, key, _TorchNorm)
+        attention.q_layernorm = TorchNorm
+        setattr(attention, key, TorchNorm)
 
 
-class _TorchNorm:
+class TorchNorm:
     """Makes torch's norm, as upstream's wrapper does, which refuses sequence parallelism; specs want a class."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:  # type: ignore[misc]
@@ -254,7 +285,7 @@ def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
 
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            if hasattr(layer.self_attention, "core_attention"):
+            if hasattr(getattr(layer, "self_attention", None), "core_attention"):
                 layer.register_forward_hook(watch)
     return chunks
 

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import mpu
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from megatron.training import checkpointing, initialize, training
 
 from megatron_wlb import files
@@ -31,6 +32,7 @@ from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, conne
 from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.describe.flags import RunSettings
+from megatron_wlb.describe.refusals import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all
@@ -167,7 +169,7 @@ class Training:
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
             experts=bool(args.num_experts),
-            linear=bool(args.experimental_attention_variant),
+            linear=has_linear_layers(args),
             encode=self.attention.backend.encode,
             windows=self._job.model.windows,
             order=self._tiled(tiles.order) if self._job.tp_tile_rows else None,
@@ -222,7 +224,7 @@ class Training:
         with (
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             experts.installed(lambda: self._trained_share) if self._args.num_experts else contextlib.nullcontext(),
-            linear.installed() if self._args.experimental_attention_variant else contextlib.nullcontext(),
+            linear.installed() if has_linear_layers(self._args) else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
             compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
@@ -345,8 +347,9 @@ class _Pass:
 
 
 def _rows_of(model: Any, padding: torch.Tensor) -> torch.Tensor:
-    """Return `padding` [s] as upstream's forward pass wants it, [1, rows]; it divides them itself on a first stage."""
-    if get_model_config(model).sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
+    """Return `padding` [s] as upstream's forward pass wants it, [1, rows]; GPT divides them itself on a first stage."""
+    inner = unwrap_model(model)
+    if get_model_config(model).sequence_parallel and not (inner.pre_process and isinstance(inner, GPTModel)):
         padding = padding.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
     return padding.unsqueeze(0)
 

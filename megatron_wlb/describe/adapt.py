@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from megatron_wlb.describe.megatron import flag_of, has_user_buffers
-from megatron_wlb.describe.refusals import Lenient, dispatches
+from megatron_wlb.describe.refusals import Lenient, dispatches, has_linear_layers
 from megatron_wlb.describe.same import said
 
 
@@ -97,7 +97,7 @@ _ADAPTATIONS = (
         "there is nothing to overlap with one tensor-parallel rank",
     ),
     _Adaptation(
-        lambda a, given: a.tp_comm_overlap and a.experimental_attention_variant,
+        lambda a, given: a.tp_comm_overlap and has_linear_layers(a),
         _without("tp_comm_overlap"),
         "its tiles know layers of attention alone",
         "communication of tensor parallelism is no longer hidden",

@@ -22,9 +22,9 @@ _REASONS = {
     "gives documents another length as they are read, and --wlb plans by lengths; do it in the dataset": "fim_data",
     "is not supported; give flags": "yaml_cfg",
     "makes a model that is no GPT of Megatron-core; pre-train one": (
-        "export_kd_teacher_load export_te_mcore_model hybrid_layer_pattern hybrid_override_pattern is_hybrid_model "
-        "modelopt_enabled"
+        "export_kd_teacher_load export_te_mcore_model modelopt_enabled"
     ),
+    "is a former name; give --hybrid-layer-pattern": "hybrid_override_pattern is_hybrid_model",
     "is not supported; leave it out": (
         "enable_mhc_connections heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json "
         "inprocess_restart mla_down_proj_fusion result_rejected_tracker_filename"
@@ -49,11 +49,23 @@ def dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
     return bool(a.num_experts) and chosen
 
 
-def _undivided(a: Any) -> bool:
-    """Whether a rank would have parts of heads of gated delta nets."""
-    ranks = (a.tensor_model_parallel_size or 1) * (a.context_parallel_size or 1)
-    heads = (a.linear_num_key_heads or 16, a.linear_num_value_heads or 32)
-    return bool(a.experimental_attention_variant) and any(count % ranks for count in heads)
+def has_linear_layers(a: Any) -> bool:
+    """Whether layers have states that run along documents: gated delta nets, or those of a hybrid model."""
+    return any(getattr(a, name, None) for name in ("experimental_attention_variant", "hybrid_layer_pattern"))
+
+
+def _has_delta_nets(a: Any) -> bool:
+    return bool(a.experimental_attention_variant) or "G" in (a.hybrid_layer_pattern or "")
+
+
+def _ranks(a: Any) -> int:
+    return int((a.tensor_model_parallel_size or 1) * (a.context_parallel_size or 1))
+
+
+def _mamba_heads(a: Any) -> int:
+    """Heads of a Mamba layer, 0 without such layers."""
+    counted = a.mamba_num_heads or 2 * (a.hidden_size or 0) // (a.mamba_head_dim or 64)
+    return counted if "M" in (a.hybrid_layer_pattern or "") else 0
 
 
 _REFUSALS: dict[str, Callable[[Any], Any]] = {
@@ -63,20 +75,39 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
     (
         "--linear-num-key-heads and --linear-num-value-heads do not divide by --tensor-model-parallel-size x "
         "--context-parallel-size, and every rank computes whole heads; give fewer ranks"
-    ): _undivided,
+    ): lambda a: (
+        _has_delta_nets(a)
+        and any(heads % _ranks(a) for heads in (a.linear_num_key_heads or 16, a.linear_num_value_heads or 32))
+    ),
+    (
+        "--mamba-num-heads (default: 2 x --hidden-size / --mamba-head-dim) does not divide by "
+        "--tensor-model-parallel-size x --context-parallel-size, and every rank computes whole heads; give fewer ranks"
+    ): lambda a: _mamba_heads(a) % _ranks(a),
+    (
+        "--hybrid-layer-pattern {a.hybrid_layer_pattern} has latent or sparse attention (+, D) or MTP layers (/); give "
+        "one of M, G, *, -, E and |"
+    ): lambda a: set(a.hybrid_layer_pattern or "") & set("+D/"),
+    "--hybrid-layer-pattern with --multi-latent-attention has not been tried; leave one of them out": lambda a: (
+        a.hybrid_layer_pattern and a.multi_latent_attention
+    ),
+    "--deterministic-mode has no gated delta nets by document in upstream; leave it out": lambda a: (
+        _has_delta_nets(a) and a.deterministic_mode
+    ),
+    "--disable-mamba-mem-eff-path has no states by document in upstream; leave it out": lambda a: (
+        a.hybrid_layer_pattern and a.use_mamba_mem_eff_path is False
+    ),
     "--linear-cp-mode chunkwise passes states along ranks in order, which shards are not in; give headwise": lambda a: (
         a.linear_cp_mode == "chunkwise"
     ),
-    "--experimental-attention-variant with FP8 or FP4 has not been tried; leave one of them out": lambda a: (
-        a.experimental_attention_variant and (a.fp8 or a.fp4)
+    "FP8 and FP4 have not been tried in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
+        lambda a: has_linear_layers(a) and (a.fp8 or a.fp4)
     ),
-    "--experimental-attention-variant with --mtp-num-layers fails in upstream; leave one of them out": lambda a: (
-        a.experimental_attention_variant and a.mtp_num_layers
-    ),
+    "--mtp-num-layers with --experimental-attention-variant or --hybrid-layer-pattern fails in upstream, or has not "
+    "been tried; leave it out": lambda a: has_linear_layers(a) and a.mtp_num_layers,
     (
-        "--experimental-attention-variant with --tensor-model-parallel-size over 1 and without --sequence-parallel has "
-        "gradients of norms that upstream does not sum over ranks; give --sequence-parallel"
-    ): lambda a: a.experimental_attention_variant and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
+        "--tensor-model-parallel-size over 1 without --sequence-parallel leaves gradients of norms in gated delta nets "
+        "that upstream does not sum over ranks; give --sequence-parallel"
+    ): lambda a: _has_delta_nets(a) and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
     "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets": lambda a: (
         a.multiple_validation_sets and not a.full_validation
     ),

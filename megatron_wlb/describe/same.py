@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_wlb.describe.masks import masks_documents
-from megatron_wlb.describe.refusals import Lenient
+from megatron_wlb.describe.refusals import Lenient, has_linear_layers
 from megatron_wlb.packing import policy_of
 
 _BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss"}
@@ -28,7 +28,7 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
         not masks_documents(a) and not a.reset_attention_mask
     ),
     "states of linear layers end with the document, and without --wlb they do not here": lambda a: (
-        a.experimental_attention_variant and not (a.dataloader_inter_document_masking or a.sft)
+        has_linear_layers(a) and not (a.dataloader_inter_document_masking or a.sft)
     ),
     "no attention dropout": lambda a: a.attention_dropout != 0,
     "hidden dropout draws other numbers": lambda a: a.hidden_dropout != 0,

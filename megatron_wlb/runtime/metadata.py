@@ -80,6 +80,11 @@ class PackedOrder(NamedTuple):
     cu_seqlens: Tensor
     """int64 [documents + 1]: first row of each document in packed order, and S; no document is empty."""
 
+    def documents(self) -> Tensor:
+        """Return the document of every row in packed order, int32 [1, S]."""
+        rows = torch.arange(len(self.to_ranks), device=self.to_ranks.device)
+        return torch.bucketize(rows, self.cu_seqlens[1:], out_int32=True, right=True)[None]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardMetadata:

@@ -19,6 +19,7 @@ from tests.adapter.training import (
     GQA,
     LATENT,
     LINEAR,
+    MAMBA,
     MOE,
     MTP,
     PP2,
@@ -37,6 +38,7 @@ PP4 = "--pipeline-model-parallel-size 4"
 ALL = f"{TP2} {CP2} {VPP2}"
 HYBRID = "--wlb-cp-sharding hybrid"
 SEQUENCE = "--wlb-cp-sharding per-sequence"
+PATTERN = "--hybrid-layer-pattern"
 
 LAYOUTS = [
     (2, TP2),
@@ -124,6 +126,12 @@ MODELS = [
     *((4, f"{TP2} {CP2}", LINEAR), (4, CP4, LINEAR), (2, PP2, LINEAR), full(2, TP2, LINEAR), full(2, CP2, LINEAR)),
     *(full(8, f"{ALL} {sharding} {FULL}", LINEAR) for sharding in (SEQUENCE, BY_DOCUMENT, HYBRID)),
     *(full(2, f"{CP2} {SELECTIVE} gdn_norm_out", LINEAR), full(4, f"{CP2} {EP2} {VPP2}", f"{LINEAR} {MOE}")),
+    *((4, f"{TP2} {CP2}", f"{MAMBA} M*-GM"), (2, f"{PP2} {PATTERN} M*|-GM", f"{MAMBA} M*-GM")),
+    (4, f"{CP2} {EP2}", f"{MAMBA} ME*M- {MOE}"),
+    *(full(2, layout, f"{MAMBA} M*-GM") for layout in (TP2, CP2)),
+    *(full(4, layout, f"{MAMBA} M*-GM") for layout in (CP4, f"{CP2} {PP2} {PATTERN} M*|-GM {FULL}")),
+    full(4, f"{TP2} {PP2} {PATTERN} M|*|-G|M", f"{MAMBA} M*-GM"),
+    full(4, f"{TP2} {EP2} --expert-tensor-parallel-size 1", f"{MAMBA} ME*M- {MOE}"),
 ]
 
 
@@ -133,6 +141,8 @@ def test_model_equals_megatron(size, layout, model, dataset, upstream):
 
     One rank of a tensor-parallel group has the gradient of the shared part of latent keys from its own heads only.
     """
+    if MAMBA in model:
+        pytest.importorskip("einops")  # upstream's Mamba layers
     without, flags = GQA if LATENT in model else UNTIE if TIED in model else "", model.replace(TIED, "")
     run = train(size, dataset, *layout.split(), *flags.split(), without=without)
     compare(run, upstream(flags, without=without))

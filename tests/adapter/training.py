@@ -53,6 +53,10 @@ LINEAR = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 16"
 )
+MAMBA = (
+    "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --linear-num-key-heads 4 --linear-num-value-heads 8 "
+    "--linear-key-head-dim 8 --linear-value-head-dim 16 --hybrid-layer-pattern"
+)
 SINKS = "--softmax-type learnable --window-size 16,0 --window-attn-skip-freq 2"
 LATENT = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 QUERY_LATENT = "--q-lora-rank 24 --qk-layernorm --rope-type rope"

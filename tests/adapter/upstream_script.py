@@ -11,6 +11,8 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_wlb.describe.refusals import has_linear_layers
+
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
 
@@ -47,7 +49,7 @@ def forward_step(data_iterator, model):
     batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
     inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask"))
     mask = batch["loss_mask"]
-    if get_args().experimental_attention_variant is None:
+    if not has_linear_layers(get_args()):
         return model(*inputs, labels=batch["labels"], loss_mask=mask), functools.partial(loss, mask)
     # No mask ends the states of such a model with a document, so it runs them one by one.
     begins = [*torch.nonzero(batch["position_ids"][0] == 0)[:, 0].tolist(), mask.shape[1]]
@@ -65,7 +67,8 @@ def loss(loss_mask, output):
 
 def main():
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
-    config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
+    make = argument_utils.hybrid_config_from_args if args.hybrid_layer_pattern else argument_utils.gpt_config_from_args
+    config = argument_utils.pretrain_cfg_container_from_args(args, make(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
 
 

@@ -42,6 +42,7 @@ def test_packed_order_is_that_of_documents(sharding, cp):
     assert torch.equal(of_ranks[packed.from_ranks], torch.arange(184))
     assert torch.equal(torch.arange(184)[packed.to_ranks], of_ranks)
     assert packed.cu_seqlens.tolist() == [0, *np.cumsum(LENGTHS)]
+    assert packed.documents().tolist() == [np.repeat(np.arange(len(LENGTHS)), LENGTHS).tolist()]
     assert ShardMetadata.build(plan, 0, varlen).packed is None
 
 
