@@ -141,7 +141,7 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
         windows: Sequence[int | None] = (None,),
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """`experts`, `linear`: the model has such layers; `encode`: of the attention backend; `windows`: of `ModelShape`;
+        """`experts`, `linear`: has the model such layers; `encode`: of the backend; `windows`: of `ModelShape`;
         `order`: rows of the shard in the order of the model's, int64 [s] by their number, None: the same."""
         self._reading, self._cp_rank, self._encode, self._windows = reading, cp_rank, encode, windows
         self._order = order
