@@ -103,8 +103,8 @@ class ModelShape:
     """Kinds of the layers, over and over, a letter each; but for a hybrid model, an MLP or experts follow in each."""
     hybrid: bool = False
     """Layers are one part each, and MLPs layers of their own, as of `--hybrid-layer-pattern`."""
-    mixer: Mixer | None = None
-    """Of the layers of `LINEAR`."""
+    mixers: tuple[tuple[str, Mixer], ...] = ()
+    """Of the layers of `LINEAR`, by their kind."""
     output_gate: bool = False
     """Queries are projected with a gate of their size (`--attention-output-gate`)."""
 
@@ -119,6 +119,9 @@ class ModelShape:
 
     def window_of(self, kind: str) -> int | None:
         return self.window if kind == WINDOWED else None
+
+    def mixer_of(self, kind: str) -> Mixer | None:
+        return dict(self.mixers).get(kind)
 
     def parts_of(self, kind: str) -> str:
         """Return the parts of a layer, a letter each."""
@@ -204,10 +207,9 @@ class ModelShape:
         return [matrix for part in self.parts_of(kind) for matrix in self._part(part)]
 
     def _part(self, part: str) -> list[Matrix]:
-        if part in LINEAR:
-            assert self.mixer is not None
-            into = Matrix("mixer", self.mixer.projected, self.hidden_size, "outputs")
-            return [into, Matrix("mixer", self.hidden_size, self.mixer.inner, "inputs")]
+        if mixer := self.mixer_of(part):
+            into = Matrix("mixer", mixer.projected, self.hidden_size, "outputs")
+            return [into, Matrix("mixer", self.hidden_size, mixer.inner, "inputs")]
         if part in (FULL, WINDOWED):
             of_hidden, *of_latents = self.projections
             found = [Matrix("attention", *of_hidden, "rows" if of_latents else "outputs")]
@@ -251,7 +253,7 @@ class ModelShape:
         """Weights that multiply a token in a layer, with its scan and a share of those outside."""
         ahead = self.mtp_num_layers
         beside = (1 + ahead) * self.vocabulary_weights + ahead * self.joining_weights
-        scan = self._mean({kind: self.mixer.scan if self.mixer and kind in LINEAR else 0 for kind in self.kinds})
+        scan = self._mean({kind: mixer.scan if (mixer := self.mixer_of(kind)) else 0 for kind in self.kinds})
         return self.layer_weights + scan + beside // (self.num_layers + ahead)
 
     @property

@@ -21,7 +21,6 @@ from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import digest_line, reduced
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.describe.flags import RunSettings
-from megatron_wlb.describe.refusals import has_linear_layers
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
@@ -78,8 +77,8 @@ class Report:
             f"{job.crossover_tokens} tokens, CP sharding {job.sharding.cp_sharding}"
             f"{' of latents' * (job.cp_exchange == 'latents')}"
         )
-        if has_linear_layers(self._args):
-            print_rank_0("> wlb: every layer is planned with the time of one with attention and an MLP")
+        if job.model.mixers:
+            print_rank_0("> wlb: scans of linear layers are planned at the rate of memory, which is assumed")
         if self._tried:
             why = untimed(job)
             assumed = f" (assumed to go by work, since {why})" * bool(why)

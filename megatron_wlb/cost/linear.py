@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
-from megatron_wlb.model import LINEAR, MLP, Matrix
+from megatron_wlb.model import MLP, Matrix
 
 
 class Products(NamedTuple):
@@ -86,9 +86,9 @@ def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, n
         if part == MLP:
             values += model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
             kernels += 3, 4
-        elif part in LINEAR and model.mixer:
+        elif mixer := model.mixer_of(part):
             # A convolution, a scan and a gated norm. Assumed: the scan takes as long as its memory.
-            values += 3 * (model.mixer.projected + model.mixer.inner)
+            values += 3 * (mixer.projected + mixer.inner)
             kernels += 5, 8
         else:
             # Norms of latents, and rotary embedding.
@@ -98,12 +98,12 @@ def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, n
     return time + forward, 2 * time + backward
 
 
-def head_exchange(job: Job, tokens: np.ndarray) -> np.ndarray:
-    """Return the time of the two all-to-alls by which a mixer's rows go to the ranks of their heads and back, us.
+def head_exchange(job: Job, kind: str, tokens: np.ndarray) -> np.ndarray:
+    """Return the time of the two all-to-alls by which a layer's rows go to the ranks of their heads and back, us.
 
     Nothing overlaps them. Rows are equally many on all context-parallel ranks.
     """
-    parallel, mixer = job.parallel, job.model.mixer
+    parallel, mixer = job.parallel, job.model.mixer_of(kind)
     if mixer is None or parallel.cp == 1:
         return np.zeros_like(tokens)
     latency, byte = job.profile.network.all_to_all(Group(size=parallel.cp, stride=parallel.tp))

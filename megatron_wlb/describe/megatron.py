@@ -13,7 +13,7 @@ import msgspec
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import MAX_TOKENS, NUM_TILES, Job, Parallel, Recompute
-from megatron_wlb.model import FULL, MLP, WINDOWED, Mixer, ModelShape, gated_delta_net, latent_sizes, mamba
+from megatron_wlb.model import FULL, LINEAR, MLP, WINDOWED, Mixer, ModelShape, gated_delta_net, latent_sizes, mamba
 from megatron_wlb.pipeline.split import Split
 
 SWITCHED_OFF = {
@@ -254,8 +254,8 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
         sizes["moe_router_topk"] = a.moe_router_topk
     sizes |= _layers(a, sizes["num_layers"] if base is None else sizes.get("num_layers", base.num_layers))
     hidden = sizes.get("hidden_size") or (base.hidden_size if base else 0)
-    if {"M", "G"} & set(sizes["pattern"]):
-        sizes["mixer"] = _mixer(a, hidden, sizes["pattern"])
+    if found := set(LINEAR) & set(sizes["pattern"]):
+        sizes["mixers"] = tuple(each for each in _mixers(a, hidden) if each[0] in found)
     if a.attention_output_gate:
         sizes["output_gate"] = True
     model = replace(base, **sizes) if base is not None else ModelShape(**sizes)
@@ -286,8 +286,6 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
             raise ValueError(
                 f"--hybrid-layer-pattern has {min(others)}; its cost is not known, give of *, M, G, - and E"
             )
-        if len({"-", "E"} & set(kinds)) > 1:
-            raise ValueError("--hybrid-layer-pattern has both - and E; the cost of one of them is not known, give one")
     elif a.experimental_attention_variant:
         linear = _flags("linear_attention_freq", a.linear_attention_freq or "", count)
         kinds = ["G" if each else FULL for each in linear]
@@ -306,19 +304,17 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
     return {"window": window, "pattern": pattern[:period], "hybrid": bool(a.hybrid_layer_pattern)}
 
 
-def _mixer(a: MegatronArguments, hidden: int, pattern: str) -> Mixer:
-    """Return the sizes of gated delta nets or Mamba layers. Raises ValueError for both in one model."""
-    if {"M", "G"} <= set(pattern):
-        raise ValueError("--hybrid-layer-pattern has both M and G; the cost of both is not known, give one")
-    if "M" in pattern:
-        heads = a.mamba_num_heads or 2 * hidden // a.mamba_head_dim
-        return mamba(heads=heads, head_dim=a.mamba_head_dim, groups=a.mamba_num_groups, state_dim=a.mamba_state_dim)
-    return gated_delta_net(
+def _mixers(a: MegatronArguments, hidden: int) -> tuple[tuple[str, Mixer], ...]:
+    """Return the sizes of gated delta nets and Mamba layers."""
+    heads = a.mamba_num_heads or 2 * hidden // a.mamba_head_dim
+    delta_net = gated_delta_net(
         key_heads=a.linear_num_key_heads,
         value_heads=a.linear_num_value_heads,
         key_dim=a.linear_key_head_dim,
         value_dim=a.linear_value_head_dim,
     )
+    sizes = {"head_dim": a.mamba_head_dim, "groups": a.mamba_num_groups, "state_dim": a.mamba_state_dim}
+    return ("G", delta_net), ("M", mamba(heads=heads, **sizes))
 
 
 def _flags(name: str, given: tuple[int, ...] | str, count: int) -> list[int]:

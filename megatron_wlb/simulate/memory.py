@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.model import FULL, LINEAR, MLP
+from megatron_wlb.model import FULL, MLP, Mixer
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
@@ -107,10 +107,9 @@ def mlp_tensors(job: Job) -> dict[str, Tensor]:
     }
 
 
-def mixer_tensors(job: Job) -> dict[str, Tensor]:
+def mixer_tensors(job: Job, mixer: Mixer) -> dict[str, Tensor]:
     """Return what a gated delta net or Mamba keeps, and the norm; not compared with upstream's layers."""
-    mixer, w = job.model.mixer, job.bytes_per_value / job.parallel.tp
-    assert mixer is not None
+    w = job.bytes_per_value / job.parallel.tp
     return {
         "norm": Tensor(2 * layer_input_bytes(job)),
         "dropout": Tensor(_mask_bytes(job)),
@@ -139,8 +138,8 @@ def layer_bytes(job: Job, kind: str = FULL) -> float:
     """Bytes that a layer of a kind keeps for backward unless fully recomputed."""
 
     def tensors(part: str) -> dict[str, Tensor]:
-        if part in LINEAR:
-            return mixer_tensors(job)
+        if mixer := job.model.mixer_of(part):
+            return mixer_tensors(job, mixer)
         return mlp_tensors(job) if part == MLP else attention_tensors(job, job.model.window_of(part))
 
     return sum(_kept(job, tensors(part)) for part in job.model.parts_of(kind))

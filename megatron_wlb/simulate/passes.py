@@ -26,7 +26,7 @@ from megatron_wlb.cost.linear import (
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import FULL, LINEAR, MLP, WINDOWED
+from megatron_wlb.model import FULL, MLP, WINDOWED
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
 
@@ -158,7 +158,7 @@ def _layer_times(
         again = expansion(job)[0] * tokens if job.expands_again else 0.0
     else:
         attention, again = (np.zeros((len(tokens), cp)),) * 2, 0.0
-        exchange = (head_exchange(job, tokens) * (kind in LINEAR),) * 2
+        exchange = (head_exchange(job, kind, tokens),) * 2
     linear = (
         every.forward + bound[0] + dispatched + by_tile[0],
         every.backward + bound[1] + dispatched + again + by_tile[1],

@@ -112,7 +112,7 @@ class Setup:
             self.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
         a, stated = run.arguments, run.launched.stated
         model, half = job.model, job.crossover_tokens
-        if model.mixer:
+        if model.mixers:
             self.notes.append(
                 "Assumed of gated delta nets and Mamba layers: scans go at the rate of memory, and nothing overlaps "
                 "the exchange of their heads. Neither time nor memory of such layers has been compared with upstream's."
