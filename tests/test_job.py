@@ -107,7 +107,7 @@ def test_groups_are_short_where_memory_is_tight():
         ({"max_tokens": 63}, "must be from 64"),
         ({"max_tokens": MAX_TOKENS + 1}, f"to {MAX_TOKENS}"),
         ({"crossover_tokens": 1 << 60}, "overflows 64 bits"),
-        ({"cp_sharding": "paper"}, "choose one of"),
+        ({"cp_sharding": "wlb"}, "choose one of"),
         ({"cp_exchange": "none"}, "choose one of"),
         ({"cp_exchange": "latents"}, "the model has none"),
         ({"cp_gradients": "fp16"}, "--wlb-cp-gradients is 'fp16'; choose one of fp32, model"),

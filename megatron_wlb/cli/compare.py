@@ -215,18 +215,16 @@ def _of_text(name: str, skip: int) -> Log:
         starts.append([])
         before = 1 << 32
         for number, fields in _ITERATION.findall(begun):
+            last = int(number[:9])
+            count, before = last - before if before < last else 1, last
             values = {key.strip(): value for key, _, value in (each.partition(":") for each in fields.split("|"))}
             try:
-                ms, samples, last = float(values[_TIME]), int(values[_SAMPLES]), int(number)
-                loss = float(values.get(_LOSS, "nan"))
+                ms, samples, loss = float(values[_TIME]), int(values[_SAMPLES]), float(values.get(_LOSS, "nan"))
             except (KeyError, ValueError):
                 continue  # a line that another process broke
-            if not 0 < ms < 1e12 or not 0 < samples < 1 << 32 or last >= 1 << 32:
-                continue
-            count = last - before if before < last else 1
-            before = last
-            row = (ms / 1e3, samples * arguments.seq_length, loss)
-            starts[-1].append((last, count, *(count * each for each in row)))
+            if 0 < ms < 1e12 and 0 < samples < 1 << 32 and last:
+                row = (ms / 1e3, samples * arguments.seq_length, loss)
+                starts[-1].append((last, count, *(count * each for each in row)))
     if not any(starts):
         raise ValueError(f"{name} has no line of an iteration; {_REMEDY}")
     padded = bool(stated.get("sft")) or stated.get("wlb_documents") == "whole"

@@ -175,7 +175,7 @@ def test_prefixes_and_broken_lines_do_no_harm(tmp_path):
     lines = log.read_text().splitlines()
     lines[-3] = lines[-3].replace("global batch size", "global[rank 3] what")
     log.write_text("\n".join(lines))
-    assert [row[0] for row in compared(tmp_path, log, log)["steps"][0]][-3:] == [67, 69, 70]
+    assert [row[:2] for row in compared(tmp_path, log, log)["steps"][0]][-3:] == [[67, 1], [69, 1], [70, 1]]
 
 
 def test_predictions_are_those_of_the_run(tmp_path, capsys):

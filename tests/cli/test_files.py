@@ -16,7 +16,7 @@ def test_an_output_replaces_neither_an_input_nor_another_output(tmp_path, capsys
     monkeypatch.setattr(compare, "run", lambda args, words: writes(args))
 
     def writes(args):
-        compare.files.read(args.log, 99, "")
+        compare.files.read(args.logs[0], 99, "")
         with common.writer(args.json, "--json"), common.writer(str(tmp_path / "b"), "--html"):
             raise AssertionError("both are open")
 

@@ -74,6 +74,7 @@ def test_shipped_profiles_load():
         backward=KernelTimes(launch=138.6, tile=0.06486, query_tile=0.04896),
         head_size=128,
         dtype="bf16",
+        device="NVIDIA H100",
     )
     for name in shipped_profiles()[1:]:
         load_profile(name)

@@ -173,7 +173,7 @@ def test_a_run_goes_on_with_other_micro_batches(with_delay, num_micro_batches, n
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"packing": FixedPacking()}, "saved with --wlb-packing fixed, this run has wlb; resume with the same"),
+        ({"packing": FixedPacking()}, "saved with --wlb-packing fixed, this run has paper; resume with the same"),
         ({"context_length": 32}, "saved with --seq-length 32, this run has 64; resume with the same"),
     ],
     ids=["packing", "window"],
