@@ -12,12 +12,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.timeline import run
 
 Span = tuple[Any, Any]
 """Start and end, as returned by `_now`."""
+
+
+@contextlib.contextmanager
+def ranged(name: str) -> Iterator[None]:
+    """Name what runs inside, for nsys: upstream's ranges, under `--nvtx-ranges` in the profiled steps."""
+    nvtx_range_push(name)
+    yield
+    nvtx_range_pop(name)
 
 
 class Clock:
@@ -39,12 +48,13 @@ class Clock:
     @contextlib.contextmanager
     def span(self, what: str) -> Iterator[None]:
         """Time a "forward" or "backward" pass, or an "exchange"."""
-        if self._spans is None:
+        with ranged(f"wlb {what}"):
+            if self._spans is None:
+                yield
+                return
+            began = _now()
             yield
-            return
-        began = _now()
-        yield
-        self._spans[what].append((began, _now()))
+            self._spans[what].append((began, _now()))
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap upstream's `backward_step` to time it."""

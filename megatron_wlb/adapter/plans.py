@@ -13,6 +13,7 @@ from megatron.training import print_rank_0
 import megatron_wlb
 import megatron_wlb._native as _native
 from megatron_wlb.adapter import jobs
+from megatron_wlb.adapter.clock import ranged
 from megatron_wlb.adapter.data import Reading
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.job import Job, differences
@@ -105,6 +106,7 @@ class Plans:
         jobs = self._jobs[split]
         return next((job for first, job in reversed(jobs) if first <= step), jobs[0][1])
 
+    @ranged("wlb plan")
     def begin(self, split: str, step: int, device: torch.device) -> tuple[StepPlan, np.ndarray | None]:
         """Return the plan of a step about to run, and all ranks' counts; forgets plans before the last one.
 

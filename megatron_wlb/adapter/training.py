@@ -23,6 +23,7 @@ from megatron.training import checkpointing, initialize, training
 
 from megatron_wlb import files
 from megatron_wlb.adapter import compat, data, datasets, experts, jobs, linear, loss, tiles
+from megatron_wlb.adapter.clock import ranged
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import weighed
@@ -35,7 +36,7 @@ from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.refusals import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
-from megatron_wlb.runtime import all_to_all
+from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend, get_backend
 
@@ -231,6 +232,8 @@ class Training:
             compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
             compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tiles), ()),
             compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
+            compat.replaced(attention, "attend", ranged("wlb attention"), ()),
+            compat.replaced(attention, "attend_backward", ranged("wlb attention backward"), ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.mean_losses(lambda: self._windows_per_micro_batch),
             compat.whole_tracker(),

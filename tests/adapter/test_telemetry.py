@@ -3,13 +3,16 @@
 import gzip
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_wlb import files
 from megatron_wlb.adapter import clock, report
 from megatron_wlb.cli.main import main
 from megatron_wlb.hardware.network import Collective, Network
@@ -111,14 +114,22 @@ def test_wandb_gets_the_same(monkeypatch):
     assert values == {"wlb/tokens": 1, "wlb/sharding/hybrid": 1.0} | shares
 
 
-def test_a_trace_of_upstreams_profiler_names_the_micro_batches(dataset, tmp_path):
-    flags = f"{CP2} --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 3"
+def test_traces_name_micro_batches_and_what_they_wait_for(dataset, tmp_path, monkeypatch):
+    """Of upstream's profiler, and of nsys by upstream's ranges."""
+    flags = f"{CP2} --profile --nvtx-ranges --use-pytorch-profiler --profile-step-start 2 --profile-step-end 3"
     board, log = tmp_path / "board", tmp_path / "log.jsonl"
+    ranges = tmp_path / "ranges"
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: files.append(str(ranges), f"{name}\n".encode(), ""))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
     run = train(2, dataset, *FLAGS, *flags.split(), "--tensorboard-dir", str(board), log=log)
     events = json.loads(gzip.decompress((tmp_path / "torch_profile/rank-0.json.gz").read_bytes()))["traceEvents"]
     names = {e["name"] for e in events if e["name"].startswith("wlb")}
     padded = [-(-m["tokens"] // 4) * 4 for m in run["log"][1]["micro_batches"]]  # upstream counts from 1
     assert names == {f"wlb train step 1: {tokens // 2} of {tokens} tokens" for tokens in padded}
+    named = Counter(name for name in ranges.read_text().splitlines() if name.startswith("wlb"))
+    passes = 2 * len(run["log"][1]["micro_batches"])  # of both ranks, which profile one step
+    assert named["wlb forward"] == named["wlb backward"] == passes and named["wlb plan"] == 2
+    assert named["wlb attention"] >= passes <= named["wlb attention backward"] and named["wlb exchange"] > 0
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 4, "dp": 2}, {"pp": 2, "vpp": 2, "cp": 2}], ids=str)
