@@ -111,14 +111,15 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
         if page is not None:
             from rehearsal.pictures import sections
 
-            values = {"verdict": said, "remedy": remedy, "gpu": gpu.name, "gib": gpu.gib, "world_size": task.world_size}
+            values = {"verdict": _sentence(said), "remedy": _sentence(remedy), "fits": said == "fits"}
+            values |= {"gpu": gpu.name, "gib": gpu.gib, "world_size": task.world_size}
             values |= {"titles": TITLES, "rows": rows, "waits": waits, "notes": notes}
             template = Path(__file__).with_name("rehearsal.html")
             page.write(render(template, sections=sections(seen, gpu.gib), **values))
+    terminal.print(f"[bold]{_sentence(said)}[/bold] {_sentence(remedy)}".rstrip(), soft_wrap=True)
     terminal.print(table(TITLES, rows))
     for line in waits:
         terminal.print(line)
-    terminal.print(f"[bold]{said}[/bold]{': ' * bool(remedy)}{remedy}", soft_wrap=True)
     for note in notes:
         print(f"- {note}", file=sys.stderr)
     return 0 if said == "fits" else 1
@@ -130,6 +131,10 @@ def _check_layers(arguments: MegatronArguments) -> None:
             "the job's layers are TransformerEngine's, which is not installed with its extension of torch; "
             "docs/rehearse.md says how; or add --transformer-impl local"
         )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}{'.' * bool(text)}"
 
 
 def _waits(seen: list[dict[str, Any]]) -> Iterator[str]:

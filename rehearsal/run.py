@@ -151,7 +151,7 @@ def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(ranks: list[dict[str, Any]], task: Task, wrong: Sequence[str], *, modelled: bool) -> tuple[str, str]:
-    """Return whether a job fits, and what to do if not.
+    """Return whether a job fits, and what to do if not, or if memory is predicted wrong.
 
     `wrong`: with its NCCL calls. `modelled`: memory is predicted, of the job's own number format.
     """
@@ -171,8 +171,8 @@ def verdict(ranks: list[dict[str, Any]], task: Task, wrong: Sequence[str], *, mo
         return "fits", ""
     r = max(ranks, key=lambda r: abs(r["predicted_gib"] - r["allocated_gib"]) / r["allocated_gib"])
     if abs(r["predicted_gib"] - r["allocated_gib"]) > max(CLOSE * r["allocated_gib"], CLOSE_GIB):
-        return "disagrees", (
-            f"rank {r['rank']} allocates {r['allocated_gib']:.1f} GiB where {r['predicted_gib']:.1f} were predicted; "
-            "it fits, but an S_max of auto may be wrong: report it with the flags"
+        return "fits", (
+            f"rank {r['rank']} allocates {r['allocated_gib']:.2f} GiB where {r['predicted_gib']:.2f} were predicted: "
+            "--wlb-max-tokens auto may be wrong; report it with the flags"
         )
     return "fits", ""

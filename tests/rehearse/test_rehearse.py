@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +54,12 @@ def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
         # Upstream's host waits for the loss and the gradient norm; ours for nothing.
         assert rank["syncs"] and not [line for line in rank["syncs"] if "wlb" in line]
     page = (tmp_path / "rehearsal.html").read_text()
-    assert page.count("<img ") == 4 and "<script" not in page and "prefers-color-scheme: dark" in page
+    assert (
+        "<h1 class=gain>Fits.</h1>" in page
+        and page.count("<img ") == 4
+        and "<script" not in page
+        and "prefers-color-scheme: dark" in page
+    )
     # A layer and direction gathers over TP; stages exchange a tensor per micro-batch and direction.
     assert first["nccl"]["send of 2"]["calls"] == first["nccl"]["receive of 2"]["calls"] > 0
     assert first["nccl"]["all_gather of 2"]["calls"] > 4
@@ -120,6 +126,17 @@ def test_a_job_of_a_log_that_is_too_large_is_told_with_its_rank(tmp_path):
     assert found["verdict"] == "does not fit"
     assert "rank 3" in found["remedy"] and "--wlb-max-tokens" in found["remedy"]
     assert found["ranks"][0]["reserved_gib"] <= 0.25
+
+
+def test_a_job_that_fits_does_so_also_where_memory_is_predicted_wrong():
+    rank = {"rank": 3, "out_of_memory": None, "retries": 0, "reserved_gib": 7.0, "allocated_gib": 6.56}
+    task = SimpleNamespace(gpu=SimpleNamespace(gib=80.0), wlb=True)
+    for predicted, said in (
+        (6.3, ""),
+        (6.22, "rank 3 allocates 6.56 GiB where 6.22 were predicted: --wlb-max-tokens "),
+    ):
+        found, remark = run.verdict([rank | {"predicted_gib": predicted}], task, [], modelled=True)
+        assert found == "fits" and remark.startswith(said) and bool(remark) == bool(said)
 
 
 def test_the_stand_in_is_no_gpu_by_itself_and_names_what_it_lacks():
