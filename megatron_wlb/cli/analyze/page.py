@@ -12,13 +12,13 @@ from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
 from megatron_wlb.cli.common import render
-from megatron_wlb.cli.pictures import BLUE, COLORS, GREY, INK, ORANGE, PAPER, WAITING
+from megatron_wlb.cli.pictures import BLUE, COLORS, INK, ORANGE, PAPER, WAITING
 from megatron_wlb.simulate.step import SimulatedStep, attention_of_ranks, micro_batch_times
 
 MOST_EDGES = 48
 """Most passes of a stage with white edges; more edges would cover the passes."""
-MOST_BARS = 160
-"""Most micro-batches drawn as bars; more are drawn as an outline."""
+MOST = 16
+"""Most micro-batches or ranks that are drawn: more are alike, and too narrow to see."""
 
 
 def page(report: Report) -> str:
@@ -57,22 +57,20 @@ def time(report: Report, figure: Figure) -> None:
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
 
 
-def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]]:
-    """Yield axes, step and title of --wlb and, below, of Megatron with the same attention."""
-    panels = figure.subplots(2, sharex=True, sharey=True)
-    for axes, name in zip(panels, ("ours", "thd"), strict=True):
+def _panels(report: Report, figure: Figure, sharex: bool = False) -> Iterator[tuple[Axes, Sample, str]]:
+    """Yield axes, step and title of Megatron with the attention of --wlb and, below, of --wlb."""
+    panels = figure.subplots(2, sharex=sharex, sharey=True)
+    for axes, name in zip(panels, ("thd", "ours"), strict=True):
         yield axes, report.examples[name], table.TITLES[name]
 
 
 def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
-    """Draw bars, or an outline of very many; others wait for the largest's excess."""
-    slowest, count = int(values.argmax()), len(values)
-    if count <= MOST_BARS:
-        axes.bar(range(count), np.where(np.arange(count) == slowest, mean, values), color=BLUE)
-        axes.bar(slowest, values[slowest] - mean, bottom=mean, **WAITING)
-    else:
-        axes.stairs(values, np.arange(count + 1) - 0.5, color=BLUE, fill=True)
-        axes.plot([slowest, slowest], [mean, values[slowest]], color=GREY, linewidth=2)
+    """Draw the first `MOST` bars, or those up to the largest; others wait for the largest's excess."""
+    slowest, count = int(values.argmax()), min(MOST, len(values))
+    shown = np.arange(max(0, slowest + 1 - MOST), max(count, slowest + 1))
+    axes.bar(shown, np.where(shown == slowest, mean, values[shown]), color=BLUE)
+    axes.bar(slowest, values[slowest] - mean, bottom=mean, **WAITING)
+    title += f" ({count} of {len(values)})" * (count < len(values))
     axes.axhline(mean, color=INK, linewidth=0.8)
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -80,17 +78,15 @@ def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
 
 
 def micro_batches(report: Report, figure: Figure) -> None:
-    """Draw the time of every micro-batch, data-parallel ranks side by side, or their sums without a pipeline."""
+    """Draw micro-batches of the data-parallel rank that has the slowest, or sums of all ranks without a pipeline."""
     job = report.setup.job
     for axes, (step, *_), title in _panels(report, figure):
         times = micro_batch_times(step) * job.model.num_layers / 1e6
+        mean, shown = float(times.mean()), times[times.max(axis=1).argmax()]
         if job.parallel.pp == 1:
-            times = times.sum(axis=1, keepdims=True)
-        _bars(axes, times.ravel(), float(times.mean()), title)
-        for rank in range(1, len(times) if job.parallel.pp > 1 else 0):
-            axes.axvline(rank * times.shape[1] - 0.5, color=GREY, linewidth=0.6, linestyle=":")
-    by_rank = ", by data-parallel rank" if job.parallel.dp > 1 else ""
-    figure.axes[-1].set_xlabel(f"micro-batch{by_rank}" if job.parallel.pp > 1 else "data-parallel rank")
+            mean, shown = float(times.sum(axis=1).mean()), times.sum(axis=1)
+        _bars(axes, shown, mean, title)
+    figure.axes[-1].set_xlabel("micro-batch" if job.parallel.pp > 1 else "data-parallel rank")
     figure.supylabel("seconds", fontsize=10)
 
 
@@ -105,8 +101,8 @@ def ranks(report: Report, figure: Figure) -> None:
 
 
 def timelines(report: Report, figure: Figure) -> None:
-    """Draw the passes of every stage."""
-    for axes, (step, *_), title in _panels(report, figure):
+    """Draw the passes of every stage, of the first `MOST` micro-batches."""
+    for axes, (step, *_), title in _panels(report, figure, sharex=True):
         _timeline(axes, step)
         axes.set_title(title, loc="left", fontsize=10)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -117,10 +113,11 @@ def timelines(report: Report, figure: Figure) -> None:
 
 def _timeline(axes: Axes, step: SimulatedStep) -> None:
     slowest = max(step.timelines, key=lambda timeline: timeline.makespan)
+    last = slowest.end[..., :MOST].max()
     for stage in range(slowest.schedule.num_stages):
-        axes.barh(stage, slowest.makespan / 1e6, height=0.8, **WAITING)
+        axes.barh(stage, last / 1e6, height=0.8, **WAITING)
         forward, backward = (
-            np.stack((start.ravel(), (end - start).ravel()), axis=1)
+            np.stack((start, np.minimum(end, last) - start), axis=-1)[start < last]
             for start, end in zip(slowest.start[:, stage], slowest.end[:, stage], strict=True)
         )
         for spans, color in ((forward, BLUE), (backward, ORANGE)):

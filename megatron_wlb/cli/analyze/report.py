@@ -76,7 +76,7 @@ class Report(NamedTuple):
     entries: dict[str, Any]
     """The numbers, as JSON types."""
     examples: dict[str, Sample]
-    """A typical step, the same of all schemes that train the same tokens in it."""
+    """A typical step, the same of all schemes: of the same tokens without a delay."""
 
 
 def steps_of(job: Job) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
     numbers = {name: each.numbers for name, each in measured.items()}
     same, examples = measured["thd"].typical(), {}
     for name, each in measured.items():
-        examples[name] = each.samples[each.typical() if each.delays else same]
+        examples[name] = each.samples[same]
         ratio, error = _speedup(each, measured["thd"])
         numbers[name].update({"speedup": ratio, "speedup_error": error, "parts_ms": _parts_ms(each.samples)})
     us_per_token = min(each["limit_us_per_token"] for each in numbers.values())
