@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.attention import exposed_exchange
-from megatron_wlb.cost.linear import token_exchange
+from megatron_wlb.cost.attention import exchange_model, exposed_exchange, sharding_kernel
+from megatron_wlb.cost.linear import loss, memory_bound, products, token_exchange
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
-from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.job import MAX_TOKENS, Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import round_costs, shard
@@ -143,3 +143,70 @@ def test_shards_are_priced_with_the_network_of_their_profile():
     assert moved_rows(for_far).max() < moved_rows(for_near).max()
     assert for_near.time < in_rounds(for_far, round_costs(near)).time
     assert for_far.time < in_rounds(for_near, round_costs(far)).time
+
+
+def test_products_and_memory_traffic_by_hand():
+    """Of a layer on two ranks: four products, measured or at their rate with half a wave; and all other traffic."""
+    model, tokens, profile = replace(LLAMA2_7B, num_query_groups=8), np.array([8192.0]), MEASURED
+    given = job(model=model, tp=2, profile=profile)
+    hidden, ffn, rows, wave = 4096, 11008, 8192.0, 132 * 128 * 128 / 2
+    sizes = [((1 + 2 * 8 / 32) * hidden / 2, hidden), (hidden, hidden / 2), (2 * ffn / 2, hidden), (hidden, ffn / 2)]
+    found = products(given, model.matrices, tokens)
+    assert found.forward == pytest.approx(sum(2 * (rows * m + wave) * k / 576e6 + 3 for m, k in sizes))
+    assert found.inputs == pytest.approx(sum(2 * (rows * k + wave) * m / 576e6 + 3 for m, k in sizes))
+    assert found.weights == pytest.approx(sum(2 * (m * k + wave) * rows / 576e6 + 3 for m, k in sizes))
+    measured = products(replace(given, profile=replace(profile, linear_tflops=(500.0, 250.0))), model.matrices, tokens)
+    flops = 2 * rows * sum(m * k for m, k in sizes)
+    assert np.array(measured) == pytest.approx(np.array([[flops / 500e6], [flops / 250e6], [flops / 250e6]]))
+
+    # Norms, residual sums, rotary embedding of Q and K, activation.
+    values = 2 * 2 * hidden + 2 * 3 * hidden + 2 * (hidden + hidden / 4) + 3 * ffn
+    traffic = 2 * values / 2 * rows / 2700e3
+    assert np.array(memory_bound(given, tokens)) == pytest.approx(np.array([[traffic + 21], [2 * traffic + 30]]))
+    # Logits become fp32, which is read five times and written three times more; backward scales and rounds.
+    logits = 32000 / 2 * rows / 2700e3
+    expected = np.array([[(2 + 4 + 5 * 4 + 3 * 4) * logits], [(2 * 4 + 4 + 2) * logits]])
+    assert np.array(loss(given, tokens)) == pytest.approx(expected)
+
+
+def test_the_exchange_of_keys_and_values_by_hand():
+    """Per row, a value of K and V in bf16, and back in fp32 unless asked otherwise."""
+    given = job(model=LLAMA2_7B, tp=2, cp=4, profile=MEASURED)
+    latency, byte = NETWORK.all_to_all(Group(size=4, stride=2))
+    found, row = exchange_model(given), 2 * 4096 / 2
+    # Before it, gradients of the inputs of the MLP and of the output projection.
+    ahead = 2 * (LLAMA2_7B.layer_weights - 3 * 4096**2) / 2 / 576e6
+    values = found.latency, found.arrive, found.leave, found.ahead
+    assert values == pytest.approx((latency, 2 * row * byte, 4 * row * byte, ahead))
+    arrive, leave = found.times(np.array([0.0, 1000.0]))
+    assert arrive == pytest.approx([0, latency + 2000 * row * byte])
+    assert leave == pytest.approx([0, latency + 4000 * row * byte])
+    assert exchange_model(given.sharded(cp_gradients="model")).leave == found.arrive
+    again = replace(given, recompute=Recompute(granularity="selective", modules=("core_attn",)))
+    assert exchange_model(again).ahead == 0
+    window = given.context_length
+    exposed = 2 * (latency + window * found.arrive) + latency + window * found.leave
+    assert sharding_kernel(given).exchange == pytest.approx(exposed / window)
+    kept = sharding_kernel(given.sharded(save_gathered_kv=True)).exchange
+    assert kept == pytest.approx((exposed - latency) / window - found.arrive)
+
+
+def test_the_exchange_of_latents_by_hand():
+    """Of V3 on 8 x 4 ranks: 512 and 64 values of a row, of which 8 ranks send parts and gather the whole."""
+    given = job(model=V3, tp=8, cp=4, cp_exchange="latents", profile=MEASURED)
+    latency, byte = NETWORK.all_to_all(Group(size=4, stride=8))
+
+    def time(name, values):
+        rows = 1e6
+        few, many = NETWORK.collective(name, np.array([0, 2 * values * rows]), Group(size=8, stride=1))
+        return (many - few) / rows
+
+    moved = 2 * (512 + 64) * byte / 8
+    expands = 2 * 512 * 128 * (128 + 128) / 8 / 576e6
+    found = exchange_model(given)
+    assert found.latency == pytest.approx(latency + 2 * NETWORK.collective("all_gather", 0, Group(size=8, stride=1)))
+    assert found.arrive == pytest.approx(moved + time("all_gather", 576) + time("all_gather", 512) + expands)
+    backward = moved + 2 * expands + time("reduce_scatter", 512) + time("all_gather", 512) + time("all_reduce", 64)
+    assert found.leave == pytest.approx(backward + expands + time("all_gather", 512))
+    kept = exchange_model(given.sharded(save_gathered_kv=True))
+    assert kept.leave == pytest.approx(backward) and kept.arrive == found.arrive and found.ahead == 0

@@ -12,6 +12,8 @@ from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import (
+    attention_backward_bytes,
+    attention_tensors,
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
@@ -116,6 +118,25 @@ def test_the_peak_adds_up():
     assert at(0, recompute=full) == 4096 * (8 * (12 * 2 * 12288 + rotary) + kept + more)
     uniform = replace(full, method="uniform", num_layers=4)
     assert at(0, recompute=uniform) == 4096 * (8 * (3 * 2 * 12288 + rotary) + 4 * kept + more)
+
+
+def test_what_attention_keeps_of_latents_by_hand():
+    """V3 on 8 x 4 ranks, 16 heads each: latents of 1536 for Q and of 512 for K and V, and 64 rotated values."""
+    given = job(model=replace(MODELS["deepseek-v3"], qk_layernorm=True), tp=8, cp=4, cp_exchange="latents")
+    kept = {name: tensor.bytes for name, tensor in attention_tensors(given).items()}
+    row, keys = 2 * 7168 / 8, 16 * (128 + 64 + 128)
+    # Own latents of Q before and after a norm; all of K and V after theirs, with the part that heads share, to expand
+    # them again; sines and cosines in fp32.
+    latents = 2 * (2 * 1536 + 4 * 512) / 8 + 2 * 4 * 64 + 2 * 2 * 2 * 64
+    expected = {"norm": 2 * row, "dropout": 0, "q": 2 * 16 * 192, "out": 2 * 16 * 128, "log-sum-exps": 4 * 16}
+    assert kept == expected | {"kv": 0, "gathered": 0, "latents": latents}
+    saved = {name: each.bytes for name, each in attention_tensors(given.sharded(save_gathered_kv=True)).items()}
+    assert saved["kv"] == 2 * 4 * keys and saved["latents"] == latents + 2 * 4 * 512 / 8 - 2 * 4 * 64
+    shared = {name: each.bytes for name, each in attention_tensors(replace(given, cp_exchange="shared")).items()}
+    assert shared["kv"] == 2 * keys and shared["latents"] == 2 * (2 * 1536 + 2 * 512) / 8 + 2 * 2 * 2 * 64
+    # Backward holds gradients, K and V again, theirs in fp32, and on top runs a kernel with dQ in fp32 of half of Q.
+    held, every = row + 2 * (16 * 192 + 16 * 128 + keys), 4 * keys
+    assert attention_backward_bytes(given) == held + 2 * every + 4 * every + (2 + 4) * 16 * 192 / 2 + 2 * every
 
 
 @pytest.mark.parametrize(("tp", "etp", "largest"), [(1, 1, 3), (4, 4, 12), (4, 1, 4)])
