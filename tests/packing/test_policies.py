@@ -174,20 +174,6 @@ def test_fixed_spreads_the_last_documents():
     assert packed(pack(policy, documents([]), exhausted=True)) == [[], []]
 
 
-@pytest.mark.parametrize(
-    ("num_micro_batches", "steps"),
-    [
-        (1, [[[5, 4]], [[0, 2, 6]]]),  # whole steps of 1: as planned
-        (4, [[[2, 8], [5], [0], [4, 6]]]),  # planned again, with the carry
-    ],
-)
-def test_fixed_goes_on_with_other_micro_batches(num_micro_batches, steps):
-    policy, other = fixed(), fixed(num_micro_batches=num_micro_batches)
-    pack(policy, documents([5, 10, 4, 7, 4, 6, 1, 3, 4]))
-    other.load_waiting(policy.waiting())
-    assert [packed(pack(other, documents([]), exhausted=True)) for _ in steps] == steps
-
-
 @pytest.mark.parametrize("name", ["original", "fixed", "wlb", "adaptive"])
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40),
