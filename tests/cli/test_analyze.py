@@ -54,6 +54,18 @@ def imbalance(micro_batches, crossover):
     return max(work) * N / sum(work)
 
 
+def test_layers_of_several_kinds(data):
+    """Windows are simulated, for Megatron by gathered keys; a hybrid model says where it needs little balance."""
+    near = f"{LARGE} --num-gpus 8 --data-path {data} --split 1 --window-size 255,0 --window-attn-skip-freq 2"
+    given = setup(near)
+    assert given.without_wlb("thd").cp_exchange == "all" and any("no sliding windows" in note for note in given.notes)
+    hybrid = setup(f"{LARGE} --num-gpus 8 --data-path {data} --split 1 --hybrid-layer-pattern M-*-|M-M-")
+    assert hybrid.job.decoder_layers().ravel().tolist() == [4, 4]
+    half = f"windows of {hybrid.job.crossover_tokens:,} tokens"
+    assert any(note.startswith("Only 1 of 8 layers have attention") and half in note for note in hybrid.notes)
+    assert any(note.startswith("Assumed of gated delta nets and Mamba layers") for note in hybrid.notes)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_same_tokens_by_hand(tmp_path, lengths, data, size):
     """One GPU: the windows of Megatron cut by hand, and in --wlb arranged without `analyze`."""
