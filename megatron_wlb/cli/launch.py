@@ -14,7 +14,7 @@ from megatron_wlb import files
 from megatron_wlb.cli.common import printable
 from megatron_wlb.describe import masks
 from megatron_wlb.describe.adapt import switches_off
-from megatron_wlb.describe.megatron import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
+from megatron_wlb.describe.megatron import DELTA_NETS, FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
 from megatron_wlb.describe.refusals import refuses
 
 MOST_BYTES = 1 << 28
@@ -40,8 +40,6 @@ NOT_SIMULATED = {
     "yaml_cfg": "a YAML file of flags",
 }
 """Arguments that change the prediction but are not simulated: refused, or left out on request."""
-DELTA_NETS = ("gated_delta_net", "gdn")
-"""The variants of attention that are simulated."""
 _MATTER = {
     **{"moe_layer_freq": (1,), "cp_comm_type": ("p2p", "allgather"), "hierarchical_context_parallel_sizes": (None,)},
     **dict.fromkeys(("use_torch_fsdp2", "optimizer_cpu_offload"), (False,)),

@@ -30,6 +30,8 @@ FLAGS = {
 }
 """Arguments whose flags have another name. `world_size` is set by the launcher."""
 
+DELTA_NETS = ("gated_delta_net", "gdn")
+"""Variants of attention whose cost is known."""
 MOST_LAYERS = 1 << 12
 TILE_ROWS = 16384
 """Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger ones
@@ -286,7 +288,7 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
             raise ValueError(
                 f"--hybrid-layer-pattern has {min(others)}; its cost is not known, give of *, M, G, - and E"
             )
-    elif a.experimental_attention_variant:
+    elif a.experimental_attention_variant in DELTA_NETS:
         linear = _flags("linear_attention_freq", a.linear_attention_freq or "", count)
         kinds = ["G" if each else FULL for each in linear]
     window = _window(a.window_size)

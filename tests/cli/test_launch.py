@@ -110,10 +110,7 @@ def test_what_training_refuses_is_to_be_taken_out(capsys):
     assert run(RUN, JOB, "--rerun-mode disabled --attention-backend=flash --save dir").judged.refused == []
     for name in NOT_SIMULATED:
         refused(capsys, f"{RUN} {JOB} --{name.replace('_', '-')} 8", " cannot be simulated; give")
-    assert (
-        run("--approximate", RUN, JOB, "--multi-latent-attention --experimental-attention-variant x").judged.refused
-        == []
-    )
+    assert run(RUN, JOB, "--multi-latent-attention --window-size 64,0").judged.refused == []
 
 
 @pytest.mark.parametrize(
