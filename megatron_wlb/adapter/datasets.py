@@ -6,6 +6,7 @@ import resource
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -25,7 +26,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_wlb import files
 from megatron_wlb.adapter import conversations
 from megatron_wlb.documents import DOCUMENT
-from megatron_wlb.plan.dataset import check_index
+from megatron_wlb.plan.dataset import check_index, doubts
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, Windows
 from megatron_wlb.plan.step import digest_of
@@ -131,6 +132,8 @@ def check_files(args: Namespace) -> None:
     if not prefixes:
         raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...), or --mock-data")
     sizes = {prefix: check_index(prefix) for prefix in prefixes if "://" not in prefix}  # which upstream reads
+    for said in chain.from_iterable(map(doubts, sizes)) if args.rank == 0 else ():
+        print(f"> wlb: WARNING: {said}", flush=True)
     splits = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split)) if blend is not None else ()
     for name, bounds in zip(SPLITS, splits, strict=False):
         if bounds is not None and any(round(bounds[0] * size) == round(bounds[1] * size) for size in sizes.values()):

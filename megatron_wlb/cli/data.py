@@ -14,7 +14,7 @@ import numpy as np
 from megatron_wlb import files
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import MegatronArguments
-from megatron_wlb.plan.dataset import read_lengths
+from megatron_wlb.plan.dataset import doubts, read_lengths
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, blended, windows
 
@@ -37,7 +37,7 @@ class Data:
     """Of the datasets; None: by their size."""
     has_validation: bool
     remarks: list[str] = field(default_factory=list)
-    """What upstream makes of conversations."""
+    """What is strange in the files, and what upstream makes of conversations."""
 
     def samples(self, seed: int, context_length: int, num_samples: int, whole: bool = False) -> Samples:
         """Return the samples of a run of `num_samples` in the order of training; after the last they begin anew.
@@ -108,6 +108,7 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
             kept = int(begins[-1][-1])
         else:
             every = read_lengths(prefix)
+            remarks += doubts(prefix)
             kept = round(training * len(every))
         found.append(np.array(every[:kept]))  # not mapped: of many datasets, that is as many open files
         if not found[-1].any():
@@ -123,6 +124,11 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
         has_validation=not is_split or validation > 0,
         remarks=remarks,
     )
+
+
+def names_of(a: MegatronArguments) -> list[str]:
+    """Return the names of the datasets, or files of conversations, that are trained. Raises ValueError for none."""
+    return _blend(_blend_words(a)[0])[0]
 
 
 def _mock(seed: int, drawn: str | None) -> tuple[str, np.ndarray]:

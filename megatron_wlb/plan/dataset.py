@@ -16,6 +16,8 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = len(_MAGIC) + 8 + 1 + 8 + 8
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # dtype codes of the format
 _CHUNK = 1 << 20
+_LOOKED_AT, _BLOCKS = 1 << 16, 256
+"""Documents of a block whose order is looked at, and blocks of a dataset: all of up to 16 million documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +46,8 @@ def check_index(prefix: str) -> int:
     sequences, item_bytes = _header(path)
     if not sequences:
         raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
-    last = np.memmap(path, "<i4", "r", _HEADER, (sequences,))[-1]
-    pointer = np.memmap(path, "<i8", "r", _HEADER + 4 * sequences, (sequences,))[-1]
-    _check_size(path, binary, int(pointer) + int(last) * item_bytes)
+    lengths, pointers = _mapped(path, sequences)
+    _check_size(path, binary, int(pointers[-1]) + int(lengths[-1]) * item_bytes)
     return sequences
 
 
@@ -63,6 +64,34 @@ def read_index(prefix: str) -> DocumentIndex:
     return DocumentIndex(
         prefix=prefix.removesuffix(".idx"), lengths=lengths, pointers=pointers, item_bytes=item_bytes, bytes=size
     )
+
+
+def doubts(prefix: str) -> list[str]:
+    """Return what is legal in `PREFIX.idx`, and seldom meant, with the numbers; it has been checked.
+
+    Writers put documents one behind the other: where they are not, it may be a subset, or be damaged. So may it be
+    where the `.bin` file, if it is here, has more than is described.
+    """
+    path, binary = (Path(prefix.removesuffix(".idx") + suffix) for suffix in (".idx", ".bin"))
+    sequences, item_bytes = _header(path)
+    lengths, pointers = _mapped(path, sequences)
+    count, elsewhere, end, first = 0, 0, 0, ""
+    for begin in range(0, len(lengths), max(_LOOKED_AT, -(-len(lengths) // _BLOCKS))):
+        rows = slice(begin, begin + _LOOKED_AT + 1)
+        stops = pointers[rows] + lengths[rows].astype(np.int64) * item_bytes
+        (strange,) = np.nonzero(pointers[rows][1:] != stops[:-1])
+        if len(strange) and not first:
+            i = int(strange[0])
+            first = f"document {begin + i + 1} at byte {pointers[rows][i + 1]}, where the one before ends at {stops[i]}"
+        count, elsewhere, end = count + len(stops) - 1, elsewhere + len(strange), max(end, int(stops.max()))
+    found = []
+    if elsewhere:
+        found.append(
+            f"{elsewhere} of {count} documents of {path} do not begin where the one before ends (the first: {first})"
+        )
+    if binary.exists() and (size := binary.stat().st_size) > end:
+        found.append(f"{binary} has {size} bytes, and {path} describes the first {end}")
+    return [f"{each}; build it again if it is no subset on purpose" for each in found]
 
 
 def read_lengths(prefix: str) -> np.ndarray:
@@ -134,8 +163,12 @@ def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
     sequences, item_bytes = _header(path)
     if not sequences:
         raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
-    lengths = np.memmap(path, "<i4", "r", _HEADER, (sequences,))
-    pointers = np.memmap(path, "<i8", "r", _HEADER + 4 * sequences, (sequences,))
+    lengths, pointers = _mapped(path, sequences)
     if (lengths < 0).any() or (pointers < 0).any():
         raise ValueError(f"{path} holds a negative length or pointer: the file is damaged, build it again")
-    return np.asarray(lengths), np.asarray(pointers), item_bytes
+    return lengths, pointers, item_bytes
+
+
+def _mapped(path: Path, sequences: int) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.memmap(path, "<i4", "r", _HEADER, (sequences,))
+    return np.asarray(lengths), np.asarray(np.memmap(path, "<i8", "r", _HEADER + 4 * sequences, (sequences,)))

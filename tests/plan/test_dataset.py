@@ -1,5 +1,6 @@
 """Reading `.idx` files written by hand: what they mean, and every way in which they can be broken."""
 
+import re
 import struct
 import tracemalloc
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.plan import dataset
-from megatron_wlb.plan.dataset import check_index, read_index, read_lengths
+from megatron_wlb.plan.dataset import check_index, doubts, read_index, read_lengths
 
 HEADER = 34
 """Magic, version, dtype code, number of sequences, number of document boundaries."""
@@ -112,3 +113,31 @@ def test_damage_that_only_the_whole_index_shows(tmp_path, changes, message):
     prefix = write(tmp_path, **{"lengths": [3, 1, 4]} | changes)
     check_index(prefix)
     refused(prefix, message, (read_index,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"pointers": [0, 12, 12, 16]}, []),
+        ({"size": 999}, [r"data.bin has 999 bytes, and .*data.idx describes the first 32; build it again if it is no"]),
+        (
+            {"pointers": [0, 12, 4]},
+            [r"1 of 2 documents of .* \(the first: document 2 at byte 4, where .* ends at 16\)", "20"],
+        ),
+        (
+            {"pointers": [0, 8, 12]},
+            [r"1 of 2 documents of .* \(the first: document 1 at byte 8, where .* ends at 12", "28"],
+        ),
+        ({"pointers": [8, 20, 24], "size": 40}, []),
+        (
+            {"pointers": [0, 20, 24], "size": 40},
+            [r"1 of 2 documents of .*data.idx do not begin where the one before en"],
+        ),
+    ],
+)
+def test_what_is_legal_and_seldom_meant_is_said_with_its_numbers(tmp_path, monkeypatch, changes, said):
+    monkeypatch.setattr(dataset, "_LOOKED_AT", 1)  # in blocks
+    lengths = [3, 0, 1, 4] if len(changes.get("pointers", ())) == 4 else [3, 1, 4]
+    found = doubts(write(tmp_path, **{"lengths": lengths} | changes))
+    assert len(found) == len(said) and all(map(re.search, said, found))
