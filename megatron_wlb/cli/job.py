@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import msgspec
+import numpy as np
 
 from megatron_wlb import files
 from megatron_wlb.cli.common import integer
@@ -18,6 +19,7 @@ from megatron_wlb.hardware.profile import DEFAULT_PROFILE
 from megatron_wlb.job import Job, Packing, Sharding
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import policy_of
+from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES, stage_weights
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
@@ -82,13 +84,58 @@ class Run(NamedTuple):
     judged: Judged
     notes: list[str]
     """Sentences on what was assumed."""
+    budget: float | None = None
+    """Bytes for activations in the run's own layout; None: not known. See `on_device`."""
 
     def job(self, arguments: MegatronArguments | None = None, **given: Any) -> Job:
         """Build the job of --wlb, in a layout; `given` are arguments of `make_job`."""
         a = arguments or self.arguments
         shape = model_of(a, MODELS[self.model] if self.model else None)
         details = {"packing": self.packing, "sharding": self.sharding, "settings": self.settings} | given
+        if arguments is None:
+            details.setdefault("budget_bytes", self.budget)
         return job_of(a, model=shape, default_profile=DEFAULT_PROFILE, **details)
+
+    def budget_bytes(self, job: Job) -> float | None:
+        """Return what training on GPUs of `H100_BYTES` leaves for activations in a job's layout; None: it cannot tell.
+
+        It goes by upstream's formula (`compat.weight_and_optimizer_bytes`), which is of Adam in bf16 alone.
+        """
+        a, p, model, stated = self.arguments, job.parallel, job.model, self.launched.stated
+        if stated.get("optimizer", "adam") != "adam" or stated.get("use_precision_aware_optimizer"):
+            return None
+        divided = stated.get("use_distributed_optimizer", self.launched.source == "flags")
+
+        def held(weights: np.ndarray, ranks: int) -> np.ndarray:
+            return weights * (WEIGHT_BYTES + OPTIMIZER_BYTES / (max(1, ranks) if divided else 1))
+
+        # A job knows only the experts that a token goes to, with the shared ones.
+        shared = (a.moe_shared_expert_intermediate_size or 0) / model.ffn_hidden_size
+        routed = job.layers().sum(axis=1) * model.expert_weights * (1 - shared)
+        experts = routed * (a.num_experts or 1) / max(1, model.moe_router_topk) / p.expert_ranks
+        others = held((stage_weights(job) - routed) / p.tp, p.dp * p.cp)
+        return DEVICE_SHARE * H100_BYTES - float((others + held(experts, p.dp * p.cp * p.tp // p.expert_ranks)).max())
+
+    def on_device(self) -> "Run":
+        """Return the run with the memory that training would know, by which it chooses; notes if it is not known."""
+        settings = self.settings
+        if settings.memory_budget is not None:
+            return self._replace(budget=settings.memory_budget * 2**30)
+        free = self._replace(
+            settings=replace(settings, max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens)
+        )
+        budget, why = free.budget_bytes(free.job()), "what its optimizer leaves of the memory is not known"
+        if budget is not None:
+            try:
+                (known := self._replace(budget=budget)).job()
+                return known
+            except ValueError as error:
+                why = f"on GPUs of {H100_BYTES >> 30} GiB {error}"
+        self.notes.append(
+            f"Neither --wlb-max-tokens auto nor micro-batches of several windows are tried: {why}. Give "
+            "--wlb-memory-budget."
+        )
+        return free
 
 
 def run_of(args: argparse.Namespace, command: list[str]) -> Run:
@@ -114,18 +161,18 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
         if typed.keys() & {*of_stages, "pipeline_model_parallel_layout"}:
             of_stages += ("virtual_pipeline_model_parallel_size",)
         stated |= {name: typed.get(name) for name in of_stages}  # Megatron settles the last by the first two
+        stated["data_cache_path"] = typed.get("data_cache_path")
     arguments = MegatronArguments.of(stated)
+    if launched.is_log and arguments.sft and not (typed.keys() & DATA and "tokenizer_model" in typed):
+        raise ValueError(
+            "the log is of --sft, and a log, which anybody may have sent, neither reads conversations nor fetches a "
+            "tokenizer; give --data-path and --tokenizer-model beside it"
+        )
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
     judged = judge(launched, arguments, approximate=args.approximate)
     notes: list[str] = []
     settings = PlanSettings.from_args(args)
-    if settings.max_tokens == "auto" and settings.memory_budget is None:
-        settings = replace(settings, max_tokens=None)
-        notes.append(
-            "Assumed: an S_max of 1.25 windows; how much memory --wlb-max-tokens auto would find is known on the GPU, "
-            "or by --wlb-memory-budget."
-        )
     return Run(
         arguments=_settled(arguments, args.model, notes),
         model=args.model,

@@ -22,8 +22,10 @@ from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.plan.samples import windows
+from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import MODEL, VPP2, less, train
+from tests.cli.analyses import run
 
 
 @pytest.fixture
@@ -270,3 +272,25 @@ def _apart():
 def test_misuse_is_refused(call, message):
     with pytest.raises((ValueError, RuntimeError), match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--use-distributed-optimizer",
+        "--use-distributed-optimizer --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 "
+        "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 256",
+    ],
+)
+def test_analyze_leaves_activations_as_much_as_training_does(flags, parse):
+    """On GPUs of 80 GiB, by upstream's formula, which counts norms and routers, too; so both choose alike."""
+    size = "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 8 --vocab-size 32000 "
+    size += "--swiglu --group-query-attention --num-query-groups 2 --pipeline-model-parallel-size 2 --seq-length 256 "
+    size += f"--global-batch-size 8 --bf16 {flags}"
+    args = parse("--expert-tensor-parallel-size", "1", "--optimizer", "adam", *size.split())
+    args.world_size, args.data_parallel_size, args.padded_vocab_size, args.kv_channels = 8, 4, 32000, 128
+    args.virtual_pipeline_model_parallel_size = None
+    held = compat.weight_and_optimizer_bytes(args)
+    of_analyze = run(f"-- torchrun --nproc-per-node 8 pretrain_gpt.py {size}").on_device().budget
+    assert DEVICE_SHARE * H100_BYTES - of_analyze == pytest.approx(held, rel=0.02)

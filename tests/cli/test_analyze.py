@@ -6,15 +6,16 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from megatron_wlb.cli.analyze.report import data_entries
+from megatron_wlb.cli.analyze.report import Report, data_entries
 from megatron_wlb.cli.analyze.setup import Megatron, schemes
+from megatron_wlb.cli.analyze.table import verdict
 from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.packing.adaptive import arranged
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import simulate_step
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, LARGE, RUN, C, N, analyse, setup
+from tests.cli.analyses import JOB, LARGE, MODEL, RUN, C, N, analyse, setup
 
 
 def windows(lengths, seed=1234):
@@ -144,7 +145,9 @@ def test_flags_to_add_are_those_that_were_given(data):
 def test_nothing_to_gain(tmp_path, capsys):
     """Documents of a full window each: all schemes are the same, and nothing is attainable."""
     write_index(tmp_path / "full.idx", np.full(300, C))
-    found = analyse(tmp_path, JOB, "--steps 4 --num-gpus 2 --data-path", str(tmp_path / "full.idx"))
+    found = analyse(
+        tmp_path, JOB, "--wlb-micro-batches 4 --steps 4 --num-gpus 2 --data-path", str(tmp_path / "full.idx")
+    )
     for numbers in found["schemes"].values():
         assert numbers["speedup"] == pytest.approx(1) and numbers["of_limit"] == pytest.approx(1)
         assert numbers["imbalance"] == pytest.approx({"pp": 1, "dp": 1, "cp": 1, "work_mean": 1, "work_p95": 1})
@@ -154,6 +157,22 @@ def test_nothing_to_gain(tmp_path, capsys):
     shares = found["data"]["shares"]
     assert found["data"]["up_to"][-1] == C
     assert [values[-1] for values in shares.values()] == [1, 1, 1]
+
+
+def test_several_windows_are_tried_as_training_does(tmp_path):
+    """By what an 80 GiB GPU leaves; where that is not known, a run of several windows is not advised against."""
+    write_index(tmp_path / "short.idx", np.random.default_rng(0).integers(2, 700, 400))
+    words = f"{RUN} {MODEL} --seq-length 1024 --global-batch-size 64 --micro-batch-size 4 --split 1 --bf16"
+    run = words, "--data-path", str(tmp_path / "short.idx")
+    found = setup(*run)
+    assert found.job == setup(f"--wlb-memory-budget {found.run.budget / 2**30!r}", *run).job
+    assert found.job.num_micro_batches < 64 and f"--wlb-micro-batches {found.job.num_micro_batches}" in found.pins()
+    unknown = setup(*run, "--optimizer sgd")
+    assert unknown.job.num_micro_batches >= 64 and unknown.megatron.micro_batch_size == 4
+    loss = {"us_per_token": 1.0, "speedup": 0.5, "speedup_error": 0.0}
+    numbers = {"schemes": {"ours": loss | {"us_per_token": 2.0}, "thd": loss}, "readings": []}
+    assert verdict(Report(unknown, numbers, {})) == ("Close", "close")
+    assert verdict(Report(found, numbers, {})) == ("Do not use it", "loss")
 
 
 def test_overlapped_communication_counts_in_all_columns(tmp_path, long):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, MODEL, C, N, described
+from tests.cli.analyses import JOB, MODEL, C, N, described, run
 
 
 def test_what_is_assumed():
@@ -50,9 +50,18 @@ def test_memory_bounds_micro_batches():
     budget = JOB, "--context-parallel-size 4 --wlb-memory-budget 1 --wlb-max-tokens auto"
     plain, saved = (described(*budget, flag).job.max_tokens for flag in ("", "--wlb-save-gathered-kv"))
     assert C <= saved < plain
-    _, job, _ = found = described(JOB, "--wlb-max-tokens auto")  # memory that only a GPU knows
-    assert job.max_tokens == 1.25 * C
-    assert any("an S_max of 1.25 windows" in note for note in found.notes)
+    of_gpu = run(JOB, "--wlb-max-tokens auto").on_device()  # one of 80 GiB
+    budget_gib = of_gpu.budget / 2**30
+    assert 71 < budget_gib < 72 and not any("is not known" in note for note in of_gpu.notes)
+    same = described(JOB, f"--wlb-max-tokens auto --wlb-memory-budget {budget_gib!r}").job
+    assert of_gpu.job().max_tokens == same.max_tokens > 1.25 * C
+    for flags, why in (
+        ("--optimizer sgd", "what its optimizer leaves of the memory is not known. Give --wlb-memory-budget"),
+        ("--num-layers 999 --hidden-size 8192", "on GPUs of 80 GiB micro-batches of at most 0 tokens fit into mem"),
+    ):
+        unknown = run("--wlb-max-tokens auto -- torchrun pretrain_gpt.py", JOB, flags).on_device()
+        assert unknown.budget is None and unknown.job().max_tokens == 1.25 * C
+        assert any(why in note for note in unknown.notes)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.pipeline.split import laid_out
 from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.samples import Samples
-from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
+from megatron_wlb.simulate.memory import peak_bytes, weight_bytes
 
 FIRST_WINDOWS = 32
 """Windows of the data whose documents determine the time of a layer relative to the vocabulary."""
@@ -65,9 +65,9 @@ def jobs(run: Run, job: Job, samples: Samples) -> Iterator[Job]:
         )
         free = replace(run.settings, max_tokens=None, memory_budget=None)
         with contextlib.suppress(ValueError):
-            budget = (DEVICE_SHARE * H100_BYTES - weight_bytes(run.job(layout, settings=free))) / 2**30
-            if budget > 0:
-                make = partial(run.job, layout, settings=replace(free, memory_budget=budget))
+            budget = run.budget_bytes(run.job(layout, settings=free))
+            if budget is not None:
+                make = partial(run.job, layout, settings=free, budget_bytes=budget)
                 yield predictions(make(), make, samples, memory_known=True)[0]
 
 

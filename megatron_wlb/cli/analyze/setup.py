@@ -91,7 +91,8 @@ class Setup:
     """A run as --wlb would train it, and its data."""
 
     def __init__(self, run: Run, data: Data) -> None:
-        self.run, self.data, self.notes = run, data, run.notes
+        self.run = run = run.on_device()
+        self.data, self.notes = data, run.notes
         job = run.job()
         if why := untimed(job):
             raise ValueError(why)
@@ -108,8 +109,6 @@ class Setup:
         if job.whole_documents:
             self.samples = data.samples(run.arguments.seed, job.context_length, count, whole=True)
         self.job, self.tried = self._best(job.packing)
-        if self._chooses(job.packing) and run.settings.memory_budget is None:
-            self.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
         a, stated = run.arguments, run.launched.stated
         model, half = job.model, job.crossover_tokens
         if model.mixers:
@@ -147,7 +146,7 @@ class Setup:
 
     def _best(self, packing: Packing) -> tuple[Job, list[Prediction]]:
         """Return the job of a packing policy with the micro-batches of `auto`, and what was compared."""
-        make, known = partial(self.run.job, packing=packing), self.run.settings.memory_budget is not None
+        make, known = partial(self.run.job, packing=packing), self.run.budget is not None
         return predictions(make(), make, self.samples, memory_known=known) if self._chooses(packing) else (make(), [])
 
     def _chooses(self, packing: Packing) -> bool:
@@ -183,9 +182,9 @@ class Setup:
             overlap = tp_overlap(job.parallel.tp)
             found["--tp-comm-overlap"] = replace(job, tp_overlap=overlap, tp_tile_rows=rows)
         relieved = layouts.relieved(job, self.samples)
-        budget = self.run.settings.memory_budget
+        budget = self.run.budget
         layout = relieved.parallel.split.pipeline_model_parallel_layout
-        fits = budget is None or largest_max_tokens(relieved, budget * 2**30) >= job.max_tokens
+        fits = budget is None or largest_max_tokens(relieved, budget) >= job.max_tokens
         if layout is not None and relieved != job and fits:
             found[f"--pipeline-model-parallel-layout {quote(layout)}"] = relieved
         return found

@@ -93,7 +93,9 @@ def verdict(report: Report) -> tuple[str, str]:
     least, most = _least_and_most(report, "thd")
     if gained > CLOSE and least > 1:
         return "Use it", "gain"
-    return ("Do not use it", "loss") if gained < -CLOSE and most < 1 else ("Close", "close")
+    setup = report.setup
+    several = setup.run.budget is None and setup.megatron.micro_batch_size > 1  # of which training may make one
+    return ("Do not use it", "loss") if gained < -CLOSE and most < 1 and not several else ("Close", "close")
 
 
 def headline(report: Report) -> tuple[str, str]:
