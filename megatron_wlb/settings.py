@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import field, fields
+from shlex import quote
 from typing import Any, Self
 
 
@@ -73,7 +74,7 @@ def flag_with_value(name: str, value: Any) -> str:
     """Format a setting as on a command line."""
     if value is True:
         return flag(name)
-    return f"{flag(name)} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+    return f"{flag(name)} {quote(','.join(map(str, value)) if isinstance(value, tuple) else str(value))}"
 
 
 def integers(text: str, most: int | None = None) -> tuple[int, ...]:

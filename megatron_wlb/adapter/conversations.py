@@ -15,7 +15,7 @@ import numpy as np
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import print_rank_0
 
-from megatron_wlb.files import INPUTS
+from megatron_wlb.files import INPUTS, printable
 
 VERSION = 2
 ROLES = ("system", "user", "assistant", "tool")
@@ -68,7 +68,8 @@ def read(path: str, args: Namespace) -> Conversations:
     if broken := [text for text in reasons.to_pylist() if text]:
         if "broken" not in skipped:
             raise ValueError(f"{broken[0]}; mend it, or leave such rows out by --wlb-sft-skip broken")
-        print_rank_0(f"> wlb: WARNING: {len(broken)} broken rows of {path} are left out: {'; '.join(broken[:3])}")
+        left_out = f"{len(broken)} broken rows of {path} are left out: {'; '.join(broken[:3])}"
+        print_rank_0(f"> wlb: WARNING: {printable(left_out)}")
     (rows,) = np.nonzero(counts)
     if not len(rows):
         why = broken[0] if broken else "it is empty"
@@ -85,11 +86,12 @@ def read(path: str, args: Namespace) -> Conversations:
         number = int(rows[np.searchsorted(begins, long[0], side="right") - 1])
         file = int(np.searchsorted(np.cumsum([len(each) for each in tables]), number, side="right"))
         how = "left out" if "long" in skipped else "cut off there"
-        print_rank_0(
-            f"> wlb: {len(long)} of {len(lengths)} conversations of {path} have more than --seq-length "
-            f"{args.seq_length} tokens, and are {how}; the first: {files[file]} row "
+        said = (
+            f"{len(long)} of {len(lengths)} conversations of {path} have more than --seq-length {args.seq_length} "
+            f"tokens, and are {how}; the first: {files[file]} row "
             f"{number - sum(len(each) for each in tables[:file]) + 1}"
         )
+        print_rank_0(f"> wlb: {printable(said)}")
     return Conversations(
         table=table.with_format("numpy"),
         rows=rows,
@@ -157,16 +159,22 @@ def _tokenized(file: Path, tokenizer: Any, cache: str | None, datasets: Any) -> 
     told = repr((VERSION, _identity(tokenizer), str(file), table._fingerprint))
     types = {"tokens": "int32", "trained": "bool", "lengths": "int32"}
     features = {name: datasets.Sequence(datasets.Value(of)) for name, of in types.items()}
-    return table.map(
-        _row,
-        with_indices=True,
-        fn_kwargs={"file": str(file), "tokenizer": tokenizer},
-        remove_columns=table.column_names,
-        features=datasets.Features(features | {"broken": datasets.Value("string")}),
-        num_proc=min(len(os.sched_getaffinity(0)), -(-len(table) // _ROWS)) if len(table) > _ROWS else None,
-        new_fingerprint=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
-        desc=f"> wlb: tokenizing {file.name}",
-    )
+    try:
+        return table.map(
+            _row,
+            with_indices=True,
+            fn_kwargs={"file": str(file), "tokenizer": tokenizer},
+            remove_columns=table.column_names,
+            features=datasets.Features(features | {"broken": datasets.Value("string")}),
+            num_proc=min(len(os.sched_getaffinity(0)), -(-len(table) // _ROWS)) if len(table) > _ROWS else None,
+            new_fingerprint=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
+            desc=f"> wlb: tokenizing {printable(file.name)}",
+        )
+    except Exception as error:  # a full disk, whose file the library then closes twice
+        raise ValueError(
+            f"the tokens of {file} cannot be written: {error.__context__ or error}; free space, or name another folder "
+            "(--data-cache-path, or HF_DATASETS_CACHE)"
+        ) from error
 
 
 def _row(row: dict[str, Any], number: int, file: str, tokenizer: Any) -> dict[str, Any]:

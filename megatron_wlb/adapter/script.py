@@ -11,6 +11,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_wlb.files import printable
+
 _HELP = {"--help", "-h"}
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 """Variables that say how torch keeps memory. Micro-batches of other lengths than before fragment fixed segments."""
@@ -85,10 +87,14 @@ def one_line() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        # Control characters, as in a path, could write to the terminal.
-        text = "".join(c if c.isprintable() else " " for c in str(error))
-        rank = f" on rank {os.environ['RANK']}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print(f"{os.path.basename(sys.argv[0])}: error{rank}: {text}\n", end="", file=sys.stderr, flush=True)
+        here = os.environ.get("RANK")
+        rank = f" on rank {here}" if here and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        print(
+            f"{os.path.basename(sys.argv[0])}: error{rank}: {printable(str(error))}\n",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
         raise SystemExit(2) from error
 
 

@@ -121,8 +121,3 @@ class Words(NamedTuple):
     typed: list[str]
     launched: list[str]
     """A run's command, behind --."""
-
-
-def printable(text: str) -> str:
-    """Replace control characters, which could write to the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_wlb import files
-from megatron_wlb.cli.common import printable
 from megatron_wlb.describe import masks
 from megatron_wlb.describe.adapt import switches_off
 from megatron_wlb.describe.megatron import DELTA_NETS, FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
@@ -129,7 +128,7 @@ def arguments_of(text: str, name: str) -> Launched:
             f"{short(name)} has no arguments as Megatron prints them; {_REMEDY}, or the run's command behind --"
         )
     lines = text[begins[-1] : end].splitlines()
-    texts = {m[1]: m[2].strip() for line in lines if (m := _ARGUMENT.search(line))}
+    texts = {m[1]: files.printable(m[2]).strip() for line in lines if (m := _ARGUMENT.search(line))}
     if sum(len(text) for text in texts.values() if len(text) <= LONGEST_VALUE) > MOST_VALUES:
         raise ValueError(f"{short(name)}: its arguments have over {MOST_VALUES >> 20} MiB, the limit; {_REMEDY}")
     found = _renamed({argument: _value_of(text) for argument, text in texts.items()})
@@ -274,7 +273,7 @@ def _stated(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         flag, equals, value = word.partition("=")
         if word.startswith("--"):
-            values = given[printable(flag[2:])] = [value] if equals else []
+            values = given[files.printable(flag[2:])] = [value] if equals else []
         else:
             values.append(word)
     names = {flag: name for name, flag in FLAGS.items()}

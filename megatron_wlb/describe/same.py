@@ -34,6 +34,9 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
     "hidden dropout draws other numbers": lambda a: a.hidden_dropout != 0,
     "losses that balance experts are of other micro-batches (1.2 % of a small GPT's gradient, as with another "
     "--micro-batch-size)": _balances,
+    "seq_aux_loss takes a micro-batch, of several samples or parts of them, for its sequence": lambda a: (
+        _balances(a) and "seq_aux_loss" in _listed(a.moe_router_load_balancing_type)
+    ),
     "experts see no padding of rows": lambda a: a.num_experts and a.sft,
     "experts take tokens by micro-batch, as with another --micro-batch-size": lambda a: (
         a.num_experts

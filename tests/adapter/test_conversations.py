@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_wlb.adapter import conversations
 from megatron_wlb.cli.main import main
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
+from tests.adapter.test_failures import files_up_to
 from tests.adapter.test_parity import LAYOUTS, TOLERANCE
 from tests.adapter.training import CP2, MTP, PP2, relative_error, train
 
@@ -204,6 +205,18 @@ def test_tokenizing_happens_once(tmp_path, tokenizer, monkeypatch):
     monkeypatch.undo()
     write(tmp_path, SHORT)
     assert len(conversations.read(path, args).lengths) == 1
+
+
+def test_a_full_disk_is_named_and_names_of_files_do_not_reach_the_terminal(tmp_path, tokenizer, capsys, monkeypatch):
+    (folder := tmp_path / "\x1b[31m").mkdir()
+    path = write(folder, SHORT, LONG, [])
+    args = arguments(tokenizer, path, wlb_sft_broken="skip")
+    conversations.read(path, args)
+    said = capsys.readouterr().out
+    assert said.count("[31m/rows.jsonl") == 4 and "\x1b" not in said
+    monkeypatch.setattr(conversations, "VERSION", 0)  # to be tokenized anew
+    with files_up_to(10), pytest.raises(ValueError, match="the tokens of .* cannot be written: .*File too large; free"):
+        conversations.read(path, args)
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl.gz"])

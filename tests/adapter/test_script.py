@@ -128,6 +128,10 @@ def test_an_error_is_seen_whichever_rank_has_it(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"), script.one_line():
         raise ValueError("no\nfile")
     assert re.fullmatch(r"\S+: error on rank 3: no file\n", capsys.readouterr().err)
+    monkeypatch.delenv("RANK")  # which a launcher may set later
+    with pytest.raises(SystemExit, match="2"), script.one_line():
+        raise ValueError("no\x1b[31m file")
+    assert re.fullmatch(r"\S+: error: no \[31m file\n", capsys.readouterr().err)
 
 
 FUNCTIONS = """

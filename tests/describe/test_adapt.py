@@ -138,3 +138,10 @@ def test_what_is_switched_off_by_itself():
     assert switches_off("cuda_graph_impl", "local") and switches_off("use_megatron_fsdp", True)
     for name, value in (("cuda_graph_impl", "none"), ("tp_comm_overlap", True), ("micro_batch_size", 4), ("lr", 1)):
         assert not switches_off(name, value)
+
+
+@pytest.mark.parametrize("types", ["seq_aux_loss", ["aux_loss", "seq_aux_loss"], "aux_loss"])
+def test_the_sequence_of_a_balancing_loss_is_said(types):
+    given = MOE | {"moe_router_load_balancing_type": types, "moe_aux_loss_coeff": 0.01}
+    said = adapt(Namespace(**USUAL | given), ()).same
+    assert ("seq_aux_loss takes a micro-batch, of several samples" in said) == (types != "aux_loss")
