@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from megatron_wlb import files
-from megatron_wlb.cli.common import console, integer, printable, progress, render, table, write_json, writer
+from megatron_wlb.cli.common import console, integer, progress, render, table, write_json, writer
 from megatron_wlb.cli.data import data_of
 from megatron_wlb.cli.job import vocabulary
 from megatron_wlb.cli.launch import read_command, read_log
@@ -178,7 +178,7 @@ def _mocks(arguments: MegatronArguments, notes: list[str]) -> bool:
     try:
         data_of(arguments, [], RunSettings())
     except (ValueError, OSError) as error:
-        notes.append(f"Mock data, since the job's are not here: {printable(str(error).split(';')[0])}.")
+        notes.append(f"Mock data, since the job's are not here: {files.printable(str(error).split(';')[0])}.")
         return True
     return False
 

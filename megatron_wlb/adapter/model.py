@@ -218,7 +218,7 @@ def _adapt(layer: Any, config: Any, options: AttentionOptions) -> None:
 
 def _adapt_attention(layer: Any, config: Any, options: AttentionOptions, *, linear: bool) -> None:
     """Adapt what mixes the rows of a layer; `linear`: it may be a gated delta net."""
-    spec = getattr(layer.submodules, "self_attention", None)
+    spec: Any = getattr(layer.submodules, "self_attention", None)
     if linear and getattr(spec, "module", None) in (GatedDeltaNet, WlbGatedDeltaNet):
         spec.module = WlbGatedDeltaNet
         if config.transformer_impl == "local":

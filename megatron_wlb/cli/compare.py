@@ -94,7 +94,7 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
             "printed of both, or --wlb-log of both"
         )
     both, of_step = (base, ran), []
-    edges = np.intersect1d(*(_edges(log.steps) for log in both))
+    edges = np.intersect1d(_edges(base.steps), _edges(ran.steps))
     steps = [_between(log.steps, edges) for log in both]
     common_steps = (steps[0][:, 1] == np.diff(edges)) & (steps[1][:, 1] == np.diff(edges))
     steps = [each[common_steps] for each in steps]
@@ -120,7 +120,7 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
     verdict = f"RUN is {'faster' if value > 1 else 'slower'}: {ratio}."
     if abs(value - 1) <= 2 * error:
         verdict = f"No difference is certain: RUN has {ratio}."
-    said, numbers = [verdict], {"ratio": value, "error": error, "paired": paired}
+    said, numbers = [verdict], dict[str, Any](ratio=value, error=error, paired=paired)
     if paired:
         said.append(f"Both have {of_step[0][0]:,.0f} of these steps, up to {steps[0][-1, 0]:,.0f}: compared in pairs.")
         said.append(_losses(steps, numbers))

@@ -91,7 +91,11 @@ class Run(NamedTuple):
         """Build the job of --wlb, in a layout; `given` are arguments of `make_job`."""
         a = arguments or self.arguments
         shape = model_of(a, MODELS[self.model] if self.model else None)
-        details = {"packing": self.packing, "sharding": self.sharding, "settings": self.settings} | given
+        details: dict[str, Any] = {
+            "packing": self.packing,
+            "sharding": self.sharding,
+            "settings": self.settings,
+        } | given
         if arguments is None:
             details.setdefault("budget_bytes", self.budget)
         return job_of(a, model=shape, default_profile=DEFAULT_PROFILE, **details)

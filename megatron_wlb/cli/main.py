@@ -55,14 +55,14 @@ class _HelpAll(argparse.Action):
     def __init__(self, **options: Any) -> None:
         super().__init__(nargs=0, **options)
 
-    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+    def __call__(self, parser: Any, *_: Any) -> None:
         parser._shown = None
         parser.print_help()
         parser.exit()
 
 
 class _Version(_HelpAll):
-    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+    def __call__(self, parser: Any, *_: Any) -> None:
         print(version())
         parser.exit()
 
