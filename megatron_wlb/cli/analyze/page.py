@@ -1,5 +1,6 @@
 """The report as one page, with pictures."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -13,7 +14,8 @@ from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
 from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, COLORS, INK, ORANGE, PAPER, WAITING
-from megatron_wlb.simulate.step import SimulatedStep, attention_of_ranks, micro_batch_times
+from megatron_wlb.pipeline.timeline import Timeline
+from megatron_wlb.simulate.step import attention_of_ranks, micro_batch_times
 
 MOST_EDGES = 48
 """Most passes of a stage with white edges; more edges would cover the passes."""
@@ -101,9 +103,12 @@ def ranks(report: Report, figure: Figure) -> None:
 
 
 def timelines(report: Report, figure: Figure) -> None:
-    """Draw the passes of every stage, of the first `MOST` micro-batches."""
-    for axes, (step, *_), title in _panels(report, figure, sharex=True):
-        _timeline(axes, step)
+    """Draw the passes of every stage; of many micro-batches as long as one way takes for `MOST`, the same of both."""
+    slowest = [max(report.examples[name].step.timelines, key=lambda t: t.makespan) for name in ("thd", "ours")]
+    many = max(timeline.end.shape[-1] for timeline in slowest) > MOST
+    cut = min(float(timeline.end[..., :MOST].max()) for timeline in slowest) if many else math.inf
+    for (axes, _, title), timeline in zip(_panels(report, figure, sharex=True), slowest, strict=True):
+        _timeline(axes, timeline, min(cut, timeline.makespan))
         axes.set_title(title, loc="left", fontsize=10)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_ylim(report.setup.job.parallel.pp - 0.5, -0.5)
@@ -111,14 +116,12 @@ def timelines(report: Report, figure: Figure) -> None:
     figure.supylabel("pipeline stage", fontsize=10)
 
 
-def _timeline(axes: Axes, step: SimulatedStep) -> None:
-    slowest = max(step.timelines, key=lambda timeline: timeline.makespan)
-    last = slowest.end[..., :MOST].max()
-    for stage in range(slowest.schedule.num_stages):
+def _timeline(axes: Axes, timeline: Timeline, last: float) -> None:
+    for stage in range(timeline.schedule.num_stages):
         axes.barh(stage, last / 1e6, height=0.8, **WAITING)
         forward, backward = (
             np.stack((start, np.minimum(end, last) - start), axis=-1)[start < last]
-            for start, end in zip(slowest.start[:, stage], slowest.end[:, stage], strict=True)
+            for start, end in zip(timeline.start[:, stage], timeline.end[:, stage], strict=True)
         )
         for spans, color in ((forward, BLUE), (backward, ORANGE)):
             bars = (spans / 1e6).tolist()
