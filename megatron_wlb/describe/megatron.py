@@ -428,13 +428,14 @@ def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
 
 def has_user_buffers(a: Any) -> bool:
     """Whether `--tp-comm-overlap` has user buffers for the layers of these arguments."""
-    linear = a.hybrid_layer_pattern or a.experimental_attention_variant
-    return not (a.multi_latent_attention or a.use_transformer_engine_op_fuser or linear)
+    return not (a.multi_latent_attention or a.use_transformer_engine_op_fuser)
 
 
 def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
     """Rows of the largest tile of `--tp-comm-overlap`, at most a window; 0 without."""
     if not (a.tp_comm_overlap and has_user_buffers(a)) or parallel.sequence_ranks == 1 or a.seq_length is None:
+        return 0
+    if a.hybrid_layer_pattern or a.experimental_attention_variant:  # tiles know layers of attention alone
         return 0
     unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4) << NUM_TILES - 1
     return min(TILE_ROWS, a.seq_length // parallel.cp) // unit * unit
