@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import exchange_model, exposed_exchange, sharding_kernel
-from megatron_wlb.cost.linear import loss, memory_bound, products, token_exchange
+from megatron_wlb.cost.linear import loss, memory_bound, products, tiled, tiling, token_exchange
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
@@ -210,3 +210,15 @@ def test_the_exchange_of_latents_by_hand():
     assert found.leave == pytest.approx(backward + expands + time("all_gather", 512))
     kept = exchange_model(given.sharded(save_gathered_kv=True))
     assert kept.leave == pytest.approx(backward) and kept.arrive == found.arrive and found.ahead == 0
+
+
+def test_tiles_by_hand():
+    """100 rows of 4 ranks are tiles of 64, 32 and 4 rows; the last two start all kernels again."""
+    given = job(model=LLAMA2_7B, tp=4, tp_tile_rows=64, profile=MEASURED)
+    tokens, hidden, ffn, half = np.array([100.0, 64.0]), 4096, 11008, 132 * 128 * 128 / 2
+    assert np.array(tiled(given, tokens)).tolist() == [[2, 1], [4, 0]]
+    sizes = [(3 * hidden / 4, hidden), (hidden, hidden / 4), (2 * ffn / 4, hidden), (hidden, ffn / 4)]
+    copied = 2 * 2 * 100 / 4 / 2700e3
+    forward = 2 * (sum(2 * half * k / 576e6 + 3 for _, k in sizes) + 3 * 3) + copied * (3 + 2) * hidden
+    backward = 2 * (sum(2 * half * m / 576e6 + 3 * 2 for m, _ in sizes) + 3 * 3) + copied * (1 + 2) * hidden
+    assert np.array(tiling(given, tokens)) == pytest.approx(np.array([[forward, 0], [backward, 0]]))

@@ -120,6 +120,34 @@ def test_the_peak_adds_up():
     assert at(0, recompute=uniform) == 4096 * (8 * (3 * 2 * 12288 + rotary) + 4 * kept + more)
 
 
+@pytest.mark.parametrize(
+    ("groups", "gradients", "more"),
+    [
+        # dK and dV in fp32 of all keys, and 1 + 3 rows of them that leave and 1.5 that come back.
+        (96, "fp32", 4 * 4 + 4 + 4 * (3 + 1.5)),
+        # The same in bf16, with casts of all keys, in which those that come back have room.
+        (96, "model", 4 * 4 + 4 + 2 * (3 + 4)),
+        # Of few key heads, the kernel: K and V received, and for every query head; Q is 4 times K and V of a row.
+        (12, "fp32", 4 * 4 + 2 * 4 + 2 * 4 * (1 + 8) + (2 + 4) * 4 / 2),
+    ],
+)
+def test_backward_of_attention_by_hand(groups, gradients, more):
+    """GPT-3 on 8 x 4 ranks: three rows of K and V arrive for every own one, half of which go to three ranks."""
+    given = replace(GPT3, model=replace(GPT3_SHAPE, num_query_groups=groups))
+    given = in_parallel(given, tp=8, cp=4, sequence_parallel=True).sharded(cp_gradients=gradients)
+    row, q, kv = 2 * 12288 / 8, 12288 / 8, 2 * groups * 128 / 8
+    held = row + 2 * (2 * q + kv)
+    assert attention_backward_bytes(given) == held + more * kv
+    again = replace(given, recompute=Recompute(granularity="selective", modules=("core_attn",)))
+    assert attention_backward_bytes(again) == held + more * kv + 2 * (q + kv) + 4 * 12
+    alone = (2 + 4) * q + 2 * (kv if groups == 96 else kv + 2 * q)
+    assert attention_backward_bytes(in_parallel(given, cp=1)) == held + alone
+    # In the MLP its gradient and two tensors of all ranks' rows, while K and V arrive; in attention the MLP is gone:
+    # input, mask, norm, and four rows before and after the activation.
+    in_mlp, of_mlp = (1 + 2 * 8) * row + 2 * 4 * kv, (1 + 1 / 2 + 1 + 4 + 4) * row
+    assert token_bytes(given, 0)[1] == max(in_mlp, held + more * kv - of_mlp)
+
+
 def test_what_attention_keeps_of_latents_by_hand():
     """V3 on 8 x 4 ranks, 16 heads each: latents of 1536 for Q and of 512 for K and V, and 64 rotated values."""
     given = job(model=replace(MODELS["deepseek-v3"], qk_layernorm=True), tp=8, cp=4, cp_exchange="latents")

@@ -179,6 +179,16 @@ def test_layers_without_attention_cost_by_tokens():
     assert given.work(np.array([1000])) == 1000 * (1000 + given.crossover_tokens)
 
 
+def test_expanding_keys_and_values_again_is_a_product_of_backward():
+    given = job(model=replace(MODELS["deepseek-v3"], num_layers=8), tp=8, cp=2, cp_exchange="latents")
+    plans = shards_of(given, [[8192]])
+    (forward, again), (same, kept) = (
+        layer_times(each, plans) for each in (given, given.sharded(save_gathered_kv=True))
+    )
+    assert again.linear - kept.linear == pytest.approx(4096 * 2 * 512 * 128 * (128 + 128) / 8 / 576e6)
+    assert forward.linear == same.linear
+
+
 def test_products_hide_tensor_parallel_communication():
     """Exposed in backward: gradients of the outputs of two row-parallel matrices, and what outlasts a product."""
     given = job(tp=8, model=replace(SMALL, ffn_hidden_size=512))

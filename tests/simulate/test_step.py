@@ -13,8 +13,8 @@ from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import H100_NETWORK, Group
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.pipeline.split import Split
-from megatron_wlb.simulate.passes import pass_times
-from megatron_wlb.simulate.step import breakdown, simulate_step, step_of, trace_of
+from megatron_wlb.simulate.passes import LayerTimes, pass_times
+from megatron_wlb.simulate.step import breakdown, imbalances, limit_time, simulate_step, step_of, trace_of
 from tests.simulate.shards import FREE, JOBS, SMALL, TOGETHER, job, shards_of
 
 
@@ -31,6 +31,21 @@ def test_uniform_work_takes_the_closed_form(vpp, micro_batches):
     assert lost.bubble == pytest.approx(3 * both)
     assert [lost.imbalance, lost.dp_wait, lost.cp_wait] == pytest.approx([0, 0, 0], abs=1e-6)
     assert balanced_time(step) == pytest.approx(step.time)
+    assert limit_time(step) == pytest.approx(step.time - 3 * both)
+
+
+def test_imbalances_by_hand():
+    """Two ranks of two micro-batches on two context-parallel ranks, of 4 and 7 us and of 4 and 4 us in a direction."""
+    one, none = job(cp=2, dp=2, num_micro_batches=4), np.zeros(2)
+    passes = pass_times(one, shards_of(one, [[64], [64]]))
+    layers = (
+        LayerTimes(linear=none + linear, experts=none, tensor=none, attention=np.array(attention), exchange=none)
+        for linear, attention in ((1, [[2, 4], [6, 6]]), (3, [[1, 1], [1, 1]]))
+    )
+    step = simulate_step(one, [shards_of(one, [[64], [64]])] * 2)
+    found = imbalances(replace(step, passes=tuple(replace(passes, layers=(layer, layer)) for layer in layers)))
+    expected = {"pp": (7 / 5.5 + 1) / 2, "dp": 11 / 9.5, "cp": (4 + 6 + 1 + 1) / (3 + 6 + 1 + 1)}
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("backward", [100.0, 1e5])
