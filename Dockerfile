@@ -2,8 +2,8 @@
 #     docker build -t megatron-wlb .
 # For `megatron-wlb analyze` and the other commands that need neither torch nor a GPU:
 #     docker build -t megatron-wlb-analyze --target analyze .
-# NVIDIA's image for megatron-core 0.19 (upstream's docker/.ngc_version.dev).
-ARG PYTORCH=26.06-py3@sha256:43c018d6a12963f1a1bad85ef8574b5c2a978eec2be0ebcacfb87f69e0d210e1
+# NVIDIA's image for megatron-core 0.19 (upstream's docker/.ngc_version.dev). An image that has a Megatron keeps it.
+ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3@sha256:43c018d6a12963f1a1bad85ef8574b5c2a978eec2be0ebcacfb87f69e0d210e1
 ARG PYTHON=3.12-slim-bookworm@sha256:34386ef0cb081344d7ec1c103ba398e6e9f64e9ab3a1509accc92a4e24a07258
 
 FROM python:${PYTHON} AS analyze-wheel
@@ -29,7 +29,7 @@ HEALTHCHECK --interval=5m --timeout=1m CMD ["python", "/etc/megatron_wlb/healthc
 ENTRYPOINT ["megatron-wlb"]
 CMD ["--help"]
 
-FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train-wheel
+FROM ${BASE} AS train-wheel
 # The image pins every package that it has for pip; upstream's Dockerfile lifts that, too.
 ENV PIP_CONSTRAINT=""
 WORKDIR /src
@@ -39,13 +39,14 @@ COPY megatron_wlb megatron_wlb
 COPY rehearsal rehearsal
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train
+FROM ${BASE} AS train
 # Packages of a home that is mounted would come before the image's own.
 ENV PIP_CONSTRAINT="" CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONNOUSERSITE=1
 # Torch and all that is built against it stay the image's own.
 COPY requirements/train.txt /etc/megatron_wlb/train.txt
 RUN --mount=type=bind,from=train-wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --require-hashes --requirement /etc/megatron_wlb/train.txt \
+    { python -c 'import importlib.util as u; raise SystemExit(u.find_spec("megatron") is None)' \
+    || pip install --no-cache-dir --require-hashes --requirement /etc/megatron_wlb/train.txt; } \
     && pip install --no-cache-dir --no-deps /wheels/*.whl \
     && useradd --create-home --uid 10001 wlb
 COPY scripts/docker/healthcheck.py /etc/megatron_wlb/

@@ -58,6 +58,8 @@ def pretrain(config: ConfigContainer, callbacks: Any = None, **settings: Any) ->
     Raises ValueError for what cannot be served, before any process group exists where that can be told.
     """
     compat.check_version(megatron.core.__version__)
+    if compat.upstream().passes_functions:
+        raise ValueError(f"megatron-core {megatron.core.__version__} is that of an older Bridge; take 0.6 or later")
     run = _Run(config, settings)
     manager = normalize_callbacks(callbacks or [])
     manager.add(run)

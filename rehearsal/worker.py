@@ -169,7 +169,7 @@ class Run:
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
         from megatron.training import arguments, checkpointing, training
 
-        from megatron_wlb.adapter import compat
+        from megatron_wlb.adapter import compat, legacy
 
         with contextlib.ExitStack() as stack:
 
@@ -181,6 +181,7 @@ class Run:
             for module in (clip_grads, optimizer):
                 replace(module, "get_grad_norm_fp32", _norm)
             replace(arguments, "parse_args", self._parsing)
+            legacy.teach()
             replace(training, "train_step", self._step, "data_iterator")
             replace(training, "save_checkpoint_and_time", _refused)
             replace(checkpointing, "save_checkpoint", _refused)

@@ -173,11 +173,12 @@ def convergence() -> str:
 def recipes() -> str:
     """Public recipes by what `--wlb` does to them, and what it changes how often."""
     found = _result("recipes")
-    verdicts = [name for name in found["rows"][0] if name != "source"]
-    rows = [[_escaped(row["source"]), *(str(row[name]) for name in verdicts)] for row in found["rows"]]
+    texts = ("source", "megatron")
+    verdicts = [name for name in found["rows"][0] if name not in texts]
+    rows = [[_escaped(str(each)) for each in row.values()] for row in found["rows"]]
     sums = [f"**{sum(row[name] for row in found['rows'])}**" for name in verdicts]
     changed = [[f"`{flag}`", str(n)] for flag, n in found["settings"]["changed"].items() if n > 1]
-    return _table(["source", *verdicts], [*rows, ["all", *sums]]) + _table(["changed", "recipes"], changed)
+    return _table([*texts, *verdicts], [*rows, ["all", "", *sums]]) + _table(["changed", "recipes"], changed)
 
 
 def paper() -> str:

@@ -11,10 +11,11 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from packaging.version import Version
@@ -23,16 +24,77 @@ from megatron_wlb import files
 from megatron_wlb.describe.megatron import MegatronArguments, parallel_of
 from megatron_wlb.describe.refusals import has_linear_layers
 
-SUPPORTED = ((0, 19, 0), (0, 20, 0))
-"""The first tested version of each supported minor version of megatron-core. Upstream's main calls itself 0.20.0."""
+_SCRIPT = "forward_step loss_func get_batch train_valid_test_datasets_provider core_gpt_dataset_config_from_args"
+"""Functions of upstream's `pretrain_gpt.py` that do not run with `--wlb`."""
+
+
+class Upstream(NamedTuple):
+    """What is otherwise in a minor version of megatron-core than in others."""
+
+    digests: dict[str, str]
+    """`meaning_of` the functions of `_SCRIPT`."""
+    hybrid: dict[str, str] = {}
+    """Of those that are otherwise in `pretrain_hybrid.py`."""
+    passes_functions: bool = False
+    """Whether scripts pass a function to `pretrain()` that makes the model, not its config: see `legacy`."""
+    tracker: tuple[str, str] = ("megatron.training.checkpointing:maybe_msc", "open")
+    """Where the function is, and its name, that opens the tracker of the latest checkpoint."""
+    router_losses: tuple[str, str] = ("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker", "report")
+    """The function that logs them."""
+    counts_documents: bool = True
+    """Whether the count of FLOPs takes lengths of documents."""
+
+
+def _upstream(digests: str, **otherwise: Any) -> Upstream:
+    return Upstream(dict(zip(_SCRIPT.split(), digests.split(), strict=True)), **otherwise)
+
+
+_NEWEST = "23bc00a993b6dcf9 483ba9be8a8a94bb 1dd579777a77aa29 5788ef8f825317e0 1d65e3f970045a0e"
+_HYBRID = {
+    "forward_step": "610640396c54a832",
+    "train_valid_test_datasets_provider": "d992e7fd447d355b",
+    "core_gpt_dataset_config_from_args": "6896cde15795994c",
+}
+_TRACKER = ("megatron.training.checkpointing", "open_file")
+SUPPORTED = {
+    "0.17": _upstream(
+        "830056db9be1fed4 80116155e68d00c3 2edaa2895089d19b 5788ef8f825317e0 25f5a633ee968c8d",
+        passes_functions=True,
+        tracker=_TRACKER,
+        router_losses=("megatron.training.training", "track_moe_metrics"),
+        counts_documents=False,
+    ),
+    "0.18": _upstream(
+        "cb79a1f62ec91668 80116155e68d00c3 273e96b2c9332b7f 5788ef8f825317e0 25f5a633ee968c8d",
+        passes_functions=True,
+        tracker=_TRACKER,
+    ),
+    "0.19": _upstream(_NEWEST, hybrid=_HYBRID),
+    "0.20": _upstream(_NEWEST, hybrid=_HYBRID),  # what upstream's main calls itself
+}
+"""Every patch release of these, by minor version."""
+_OF_DEV = "megatron.core.context_parallel_layout"
 
 
 def check_version(version: str) -> None:
-    """Raise ValueError for a megatron-core that this release was not tested with."""
-    release = Version(version).release
-    if not any(first[:2] == release[:2] and first <= release for first in SUPPORTED):
-        tested = ", ".join(f"{major}.{minor}.{patch} or a later {major}.{minor}" for major, minor, patch in SUPPORTED)
-        raise ValueError(f"megatron-core {version} is not supported; install {tested}")
+    """Raise ValueError for a megatron-core that this release was not tested with, and for upstream's branch dev."""
+    releases = ", ".join(f"{minor}.x" for minor in [*SUPPORTED][:-1])
+    if _minor(version) not in SUPPORTED:
+        raise ValueError(f"megatron-core {version} is not supported; install {releases}, or take a checkout of main")
+    if importlib.util.find_spec(_OF_DEV) is not None:
+        raise ValueError(
+            "this Megatron-LM is of the branch dev, whose model config, multi-token prediction and checkpoint tracker "
+            f"--wlb does not know; take a checkout of main, or install {releases}"
+        )
+
+
+def upstream() -> Upstream:
+    """Return what is otherwise in the megatron-core that is imported."""
+    return SUPPORTED[_minor(importlib.import_module("megatron.core").__version__)]
+
+
+def _minor(version: str) -> str:
+    return ".".join(map(str, Version(version).release[:2]))
 
 
 @contextlib.contextmanager
@@ -104,43 +166,33 @@ def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     return importlib.import_module("megatron.training.models.gpt").default_layer_spec(config, vp_stage)
 
 
-UPSTREAM_DIGESTS = {
-    "forward_step": "23bc00a993b6dcf9",
-    "loss_func": "483ba9be8a8a94bb",
-    "get_batch": "1dd579777a77aa29",
-    "train_valid_test_datasets_provider": "5788ef8f825317e0",
-    "core_gpt_dataset_config_from_args": "1d65e3f970045a0e",
-}
-"""`meaning_of` functions of upstream's `pretrain_gpt.py` that do not run with `--wlb`: alike in all of `SUPPORTED`."""
-HYBRID_DIGESTS = UPSTREAM_DIGESTS | {
-    "forward_step": "610640396c54a832",
-    "train_valid_test_datasets_provider": "d992e7fd447d355b",
-    "core_gpt_dataset_config_from_args": "6896cde15795994c",
-}
-"""The same of `pretrain_hybrid.py`."""
-
-
 def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
     """Check what a script passes to `pretrain()`, whose `forward_step` will not run.
 
     Raises ValueError for another model than upstream's GPT and hybrid model, and for functions that are not upstream's.
     """
-    models = importlib.import_module("megatron.training.models")
-    known = {models.GPTModelConfig: UPSTREAM_DIGESTS, models.HybridModelConfig: HYBRID_DIGESTS}
-    if type(model) not in known or model_provider is not None:
-        other = "a model_provider of its own" if model_provider is not None else f"a model of {type(model).__name__}"
-        raise ValueError(
-            f"--wlb trains Megatron's GPT and hybrid models ({', '.join(each.__name__ for each in known)}), and this "
-            f"script has {other}; train it without --wlb"
-        )
+    digests = upstream().digests
+    if not upstream().passes_functions:
+        models = importlib.import_module("megatron.training.models")
+        known = {models.GPTModelConfig: {}, models.HybridModelConfig: upstream().hybrid}
+        if type(model) not in known or model_provider is not None:
+            raise another_model("model_provider" if model_provider is not None else type(model).__name__)
+        digests = digests | known[type(model)]
     functions = forward_step.__globals__ | {"forward_step": forward_step}
-    digests = known[type(model)]
     if changed := [name for name, digest in digests.items() if meaning_of(functions.get(name)) != digest]:
         raise ValueError(
             f"--wlb has Megatron's data and loss, and would leave out what the functions {', '.join(changed)} in "
             f"{inspect.getfile(forward_step)} change in them; undo that, train without --wlb, or run the "
             "pretrain_gpt.py of megatron_wlb, which has Megatron's as well"
         )
+
+
+def another_model(name: str) -> ValueError:
+    """Return what refuses a script's model of that class, or from that argument of `pretrain()`."""
+    other = "a model_provider of its own" if name == "model_provider" else f"a model of {name}"
+    return ValueError(
+        f"--wlb trains Megatron's GPT and hybrid models, and this script has {other}; train it without it"
+    )
 
 
 def meaning_of(function: Any) -> str:
@@ -177,7 +229,6 @@ def run_script(defaults: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def whole_tracker() -> Iterator[None]:
     """Make upstream update its tracker of the latest checkpoint at once; it empties the file first."""
-    checkpointing = importlib.import_module("megatron.training.checkpointing")
 
     def at_once(original: Any) -> Any:
         def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -186,14 +237,15 @@ def whole_tracker() -> Iterator[None]:
 
         return open_file
 
-    with replaced(checkpointing.maybe_msc, "open", at_once, ()):
+    owner, name = upstream().tracker
+    with replaced(pkgutil.resolve_name(owner), name, at_once, ()):
         yield
 
 
 @contextlib.contextmanager
 def mean_losses(windows: Callable[[], float]) -> Iterator[None]:
     """Log router and MTP losses as means over micro-batches of so many windows each in the step."""
-    tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
+    owner, name = upstream().router_losses
     helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
 
     def mean(original: Any) -> Any:
@@ -206,7 +258,7 @@ def mean_losses(windows: Callable[[], float]) -> Iterator[None]:
         return report
 
     with (
-        replaced(tracker, "report", mean, ("loss_scale",)),
+        replaced(pkgutil.resolve_name(owner), name, mean, ("loss_scale",)),
         replaced(helper, "track_mtp_metrics", mean, ("loss_scale",)),
     ):
         yield

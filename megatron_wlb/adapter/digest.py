@@ -62,8 +62,8 @@ def digest_line(iteration: int, digest: str) -> str:
 class Upstream:
     """Digests of a run without `--wlb`, of the batches that its own forward step reads."""
 
-    def __init__(self, tokenizer: Callable[[], Any], *, per_token: bool) -> None:
-        """`tokenizer` returns upstream's, once it is made; `per_token`: `--calculate-per-token-loss`."""
+    def __init__(self, tokenizer: Callable[[], Any], per_token: Callable[[], bool]) -> None:
+        """`tokenizer` returns upstream's, `per_token` `--calculate-per-token-loss`, once they are there."""
         self._tokenizer, self._per_token, self._part = tokenizer, per_token, 0
 
     def watching(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ class Upstream:
         at = np.flatnonzero(begins)
         positions = np.arange(len(tokens)) - np.repeat(at, np.diff(at, append=len(tokens)))
         sums = digest(tokens, labels, positions, mask, np.zeros(len(tokens), np.int64))
-        return weighed(sums, None if self._per_token else np.array([int(mask.sum())]))
+        return weighed(sums, None if self._per_token() else np.array([int(mask.sum())]))
 
     def logged(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap upstream's `training_log`, to print the digest of what was read since its last call."""

@@ -63,6 +63,8 @@ def after_megatron() -> None:
 
 def teach() -> None:
     """Do `install` for an imported megatron: replace three of upstream's functions."""
+    from megatron_wlb.adapter import compat, legacy
+
     package: Any = importlib.import_module("megatron.training")
     training: Any = importlib.import_module("megatron.training.training")
     arguments: Any = importlib.import_module("megatron.training.arguments")
@@ -71,12 +73,20 @@ def teach() -> None:
     arguments.parse_args = _parsing(arguments.parse_args, given)
     checkpointing.load_args_from_checkpoint = _loading(checkpointing.load_args_from_checkpoint, given)
     package.pretrain = training.pretrain = _training(training.pretrain)
+    if compat.upstream().passes_functions:
+        legacy.teach()
 
 
 def train() -> None:
     """Do what upstream's script does after its imports, with our parts."""
     from megatron_wlb.adapter import compat
 
+    if compat.upstream().passes_functions:
+        with one_line():
+            raise ValueError(
+                "before megatron-core 0.19 a model is made by a checkout's script alone; run that one, python -m "
+                "megatron_wlb.run CHECKOUT/pretrain_gpt.py FLAGS"
+            )
     # Upstream 0.19 divides by the evaluation interval even without evaluation, and has no default for it.
     compat.run_script({"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000})
 
@@ -154,9 +164,11 @@ def _parsing(original: Any, given: set[str]) -> Any:
 
 def _settle(args: Namespace, given: set[str]) -> None:
     """Set what must be so with `--wlb`, say it on the first rank, and check the rest."""
-    from megatron_wlb.adapter import jobs
+    from megatron_wlb.adapter import compat, jobs, legacy
     from megatron_wlb.describe.adapt import adapt
 
+    if compat.upstream().passes_functions:
+        legacy.check(args)
     sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
     changes = adapt(args, given)
     if sharded:
@@ -201,16 +213,22 @@ def _training(original: Any) -> Any:
             with compat.prebuilt_dataset_helpers():
                 return original(*args, **kwargs)
 
+        from megatron_wlb.adapter import legacy
         from megatron_wlb.adapter.training import Training
 
         bound = inspect.signature(original).bind(*args, **kwargs)
         call = bound.arguments
-        options = get_args()
-        with one_line():
-            if call["forward_step_func"] is not None:  # None: our own script
-                compat.check_script(call["cfg_container"].model, call.get("model_provider"), call["forward_step_func"])
-            training = Training(options)
-        config = call["cfg_container"]
+        config, model_provider, forward_step = map(call.get, ("cfg_container", "model_provider", "forward_step_func"))
+
+        def begin() -> Training:
+            with one_line():
+                if forward_step is not None:  # None: our own script
+                    compat.check_script(getattr(config, "model", None), model_provider, forward_step)
+                return Training(get_args())
+
+        if compat.upstream().passes_functions:
+            return legacy.pretrain(original, bound, begin, one_line)
+        training = begin()
         training.configure(config.model)
         call["train_valid_test_dataset_provider"] = _in_one_line(training.dataset_provider)
         call["forward_step_func"] = training.forward_step
@@ -236,8 +254,7 @@ def _digested(original: Any, *args: Any, **kwargs: Any) -> Any:
     from megatron_wlb.adapter import compat, digest
 
     bound = inspect.signature(original).bind(*args, **kwargs)
-    options = get_args()
-    upstream = digest.Upstream(get_tokenizer, per_token=options.calculate_per_token_loss)
+    upstream = digest.Upstream(get_tokenizer, lambda: get_args().calculate_per_token_loss)
     bound.arguments["forward_step_func"] = upstream.watching(bound.arguments["forward_step_func"])
     log = ("loss_dict", "total_loss_dict", "iteration")
     with compat.prebuilt_dataset_helpers(), compat.replaced(training, "training_log", upstream.logged, log):

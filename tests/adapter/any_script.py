@@ -4,5 +4,6 @@ from megatron_wlb import run
 from megatron_wlb.adapter import compat
 
 if __name__ == "__main__":
-    compat.UPSTREAM_DIGESTS.clear()
+    for row in compat.SUPPORTED.values():
+        row.digests.clear()
     run.main()

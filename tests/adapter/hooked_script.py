@@ -6,5 +6,5 @@ from megatron_wlb.adapter import compat
 if __name__ == "__main__":
     from tests.adapter import upstream_script
 
-    compat.UPSTREAM_DIGESTS.clear()
+    compat.upstream().digests.clear()
     upstream_script.main()

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from argparse import Namespace
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import megatron.core
@@ -16,7 +17,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
-from megatron_wlb.adapter import compat, cpu, data, datasets, jobs
+from megatron_wlb.adapter import compat, cpu, data, datasets, jobs, legacy
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
@@ -145,12 +146,24 @@ def test_the_batch_size_of_a_step_is_upstreams(schedule, sizes, begins, parse):
 
 
 def test_versions_of_megatron_core():
-    for version in ("0.18.2", "0.21.0", "1.19.2"):
-        match = f"megatron-core {version} is not supported; install 0.19.0 or a later 0.19,"
+    for version in ("0.16.1", "0.21.0", "1.19.2"):
+        match = f"core {version} is not supported; install 0.17.x, 0.18.x, 0.19.x, or take a checkout of main"
         with pytest.raises(ValueError, match=match):
             compat.check_version(version)
-    for version in ("0.19.0", "0.20.0+d98e", megatron.core.__version__):
+    for version in ("0.17.1", "0.19.0", "0.20.0+d98e", megatron.core.__version__):
         compat.check_version(version)
+
+
+def test_dev_is_known_by_what_only_dev_has(monkeypatch):
+    name = "megatron.core.context_parallel_layout"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=ModuleSpec(name, None)))
+    with pytest.raises(ValueError, match="is of the branch dev, whose model config.* take a checkout of main, or inst"):
+        compat.check_version("0.19.0")
+
+
+def test_before_019_batches_that_ramp_up_are_refused():
+    with pytest.raises(ValueError, match="--rampup-batch-size is not planned.*; leave it out"):
+        legacy.check(Namespace(rampup_batch_size=["2", "2", "64"]))
 
 
 def test_replacing_a_name_that_upstream_moved_fails():

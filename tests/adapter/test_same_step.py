@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index
-from tests.adapter.training import ADAM, CP2, MOE, MTP, PP2, VPP2, full, relative_error, train
+from tests.adapter.training import ADAM, CP2, MOE, MTP, PP2, TP2, VPP2, each_version, full, relative_error, train
 
 LOSS, NORM, PARAMETERS = 1e-6, 1e-5, 1e-5
 GENTLE = "--lr 0.05"
@@ -66,18 +66,18 @@ def write_inner(prefix: Path, *, ends: bool) -> str:
 
 CASES = {
     "eod": (2, CP2, EOD_MASK),
-    "eod-per-token": (2, PP2, f"{EOD_MASK} --calculate-per-token-loss"),
+    "eod-per-token": each_version(2, VPP2, f"{EOD_MASK} --calculate-per-token-loss"),
     "eod-micro-batches-of-two": (2, "", f"{EOD_MASK} --micro-batch-size 2"),
     "epochs": (2, CP2, "--train-iters 16"),
-    "mtp": (2, CP2, f"{MTP} {EOD_MASK}"),
+    "mtp": each_version(2, CP2, f"{MTP} {EOD_MASK}"),
     "mtp-per-token": full(2, PP2, f"{MTP} {EOD_MASK} --calculate-per-token-loss"),
-    "experts": (2, CP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 {EOD_MASK}"),
+    "experts": each_version(2, CP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 {EOD_MASK}"),
     "experts-per-token": full(2, PP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 --calculate-per-token-loss"),
     "experts-mtp": full(2, CP2, f"{MOE} {MTP} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3"),
     "cyclic": (1, "", "--dataloader-type cyclic --train-iters 14"),
     "cyclic-micro-batches-of-two": full(2, "", f"--dataloader-type cyclic --micro-batch-size 2 {EOD_MASK}"),
     "cyclic-unsharded": full(1, "", "--dataloader-type cyclic --no-data-sharding --train-iters 14"),
-    "learned-positions": (2, CP2, "--position-embedding-type learned_absolute"),
+    "learned-positions": each_version(2, TP2, "--position-embedding-type learned_absolute"),
     "samples": full(1, "", "--train-samples 24 --lr-decay-style linear"),
 }
 
@@ -138,6 +138,7 @@ def test_texts_inside_documents(ends, tmp_path):
     assert "but for: attention ends with the document, and without --wlb it does not" in said.read_text()
 
 
+@pytest.mark.each_version
 def test_one_curve(dataset, tmp_path):
     """Plain, with `--wlb`, plain, and with it again in other layouts, micro-batches and S_max: one run."""
     common = [

@@ -1,6 +1,8 @@
 """The two ways in, as processes: a script that calls upstream itself, under `megatron_wlb.run`, and our own."""
 
 import contextlib
+import importlib
+import inspect
 import os
 import re
 import runpy
@@ -14,9 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.training.models import GPTModelConfig
 
-from megatron_wlb.adapter import compat, script
+from megatron_wlb.adapter import compat, legacy, script
 from tests.adapter.training import ALGORITHM_1, MODEL, WLB, less
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,8 @@ LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node".split()
 
 def run(*command, python=sys.executable):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return subprocess.run(
         [python, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
     )
@@ -69,18 +71,20 @@ def hooked(tmp_path):
     return str(tmp_path / "venv" / "bin" / "python")
 
 
+@pytest.mark.each_version
 def test_after_installation_the_script_itself_takes_the_flag(hooked, dataset, monkeypatch):
     """The script imports megatron first, as upstream's does; without the flag nothing of ours is imported."""
     flags = [*MODEL, *WLB, *ALGORITHM_1, *CPU, "--data-path", dataset]
     script = [*LAUNCH, "1", str(Path(__file__).with_name("hooked_script.py"))]
     theirs = steps(run(*script, *flags, python=hooked))
     assert len(theirs) == 2
-    assert theirs == steps(run(*LAUNCH, "1", OURS, *flags))
+    assert theirs == steps(run(*LAUNCH, "1", *AS_MEGATRONS, SCRIPT, *flags))
     loaded = "import sys; print([name for name in sys.modules if 'megatron' in name])"
     assert run("-c", loaded, python=hooked).stdout == "[]\n"
     assert run("-c", loaded, "--wlb", python=hooked).stdout == "['megatron_wlb_hook']\n"
     monkeypatch.setenv("MEGATRON_WLB_HOOK", "0")
-    assert "unrecognized arguments: --wlb" in run(*script, *flags, python=hooked).stderr
+    without = run(*script, *flags, python=hooked).stderr
+    assert re.search("unrecognized arguments: --wlb|Megatron requires CUDA", without)  # the latter first in 0.17
 
 
 def test_without_wlb_the_script_trains_by_itself(dataset, tmp_path):
@@ -151,7 +155,10 @@ def core_gpt_dataset_config_from_args(args):
 def train_valid_test_datasets_provider(num_samples):
     return 3 * [core_gpt_dataset_config_from_args(num_samples)]
 """
-CONFIG = object.__new__(GPTModelConfig)
+
+
+def config(name="GPTModelConfig"):
+    return object.__new__(getattr(importlib.import_module("megatron.training.models"), name))
 
 
 @pytest.mark.parametrize(
@@ -179,19 +186,28 @@ def test_a_script_with_data_or_loss_that_are_not_megatrons_is_refused(old, new, 
         return runpy.run_path(str(tmp_path / name))
 
     known = functions("megatrons.py", FUNCTIONS)
-    monkeypatch.setattr(
-        compat, "UPSTREAM_DIGESTS", {name: compat.meaning_of(known[name]) for name in compat.UPSTREAM_DIGESTS}
-    )
+    for name in (digests := compat.upstream().digests):
+        monkeypatch.setitem(digests, name, compat.meaning_of(known[name]))
     forward_step = functions("pretrain.py", FUNCTIONS.replace(old, new))["forward_step"]
     with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        compat.check_script(CONFIG, None, forward_step)
+        compat.check_script(config(), None, forward_step)
 
 
 def test_a_script_with_another_model_is_refused():
     with pytest.raises(ValueError, match=r"GPT and hybrid .* has a model of SimpleNamespace; train it"):
         compat.check_script(SimpleNamespace(), None, None)
     with pytest.raises(ValueError, match="has a model_provider of its own; train it without"):
-        compat.check_script(CONFIG, lambda: None, None)
+        compat.check_script(config(), lambda: None, None)
+
+
+def test_before_019_a_script_that_makes_another_model_is_refused(capsys):
+    def pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func):
+        model_provider()
+
+    call = inspect.signature(pretrain).bind(None, lambda: torch.nn.Linear(1, 1), None)
+    with pytest.raises(SystemExit, match="2"):
+        legacy.pretrain(pretrain, call, None, script.one_line)
+    assert "GPT and hybrid models, and this script has a model of Linear; train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

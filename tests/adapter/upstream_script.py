@@ -7,10 +7,13 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_wlb.adapter import compat
 from megatron_wlb.describe.refusals import has_linear_layers
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
@@ -65,8 +68,39 @@ def loss(loss_mask, output):
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
+def model_provider(pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    """The model of local layers, which scripts make themselves before 0.19."""
+    args, mtp = get_args(), None
+    config = arguments.core_transformer_config_from_args(args)
+    how = {"use_transformer_engine": False, "normalization": args.normalization, "vp_stage": vp_stage}
+    if args.mtp_num_layers:
+        *_, last = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **how)
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, last, use_transformer_engine=False, vp_stage=vp_stage)
+    return GPTModel(
+        config,
+        gpt_layer_specs.get_gpt_decoder_block_spec(config, **how),
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        pre_process,
+        post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        mtp_block_spec=mtp,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
 def main():
+    made = (datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
+    if not hasattr(arguments, "parse_and_validate_args"):  # 0.17
+        pretrain(*made, args_defaults=DEFAULTS)
+        return
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
+    if compat.upstream().passes_functions:
+        pretrain(argument_utils.pretrain_cfg_container_from_args(args), *made)
+        return
     make = argument_utils.hybrid_config_from_args if args.hybrid_layer_pattern else argument_utils.gpt_config_from_args
     config = argument_utils.pretrain_cfg_container_from_args(args, make(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
