@@ -14,7 +14,8 @@ import os
 import pkgutil
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class Upstream(NamedTuple):
 
     digests: dict[str, str]
     """`meaning_of` the functions of `_SCRIPT`."""
-    hybrid: dict[str, str] = {}
+    hybrid: Mapping[str, str] = MappingProxyType({})
     """Of those that are otherwise in `pretrain_hybrid.py`."""
     passes_functions: bool = False
     """Whether scripts pass a function to `pretrain()` that makes the model, not its config: see `legacy`."""
@@ -177,7 +178,7 @@ def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
         known = {models.GPTModelConfig: {}, models.HybridModelConfig: upstream().hybrid}
         if type(model) not in known or model_provider is not None:
             raise another_model("model_provider" if model_provider is not None else type(model).__name__)
-        digests = digests | known[type(model)]
+        digests = digests | dict(known[type(model)])
     functions = forward_step.__globals__ | {"forward_step": forward_step}
     if changed := [name for name, digest in digests.items() if meaning_of(functions.get(name)) != digest]:
         raise ValueError(
@@ -190,9 +191,7 @@ def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
 def another_model(name: str) -> ValueError:
     """Return what refuses a script's model of that class, or from that argument of `pretrain()`."""
     other = "a model_provider of its own" if name == "model_provider" else f"a model of {name}"
-    return ValueError(
-        f"--wlb trains Megatron's GPT and hybrid models, and this script has {other}; train it without it"
-    )
+    return ValueError(f"--wlb trains Megatron's GPT and hybrid models, and this script has {other}; leave --wlb out")
 
 
 def meaning_of(function: Any) -> str:

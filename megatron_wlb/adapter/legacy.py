@@ -29,9 +29,7 @@ def check(args: Namespace) -> None:
     if args.rampup_batch_size is not None:
         raise ValueError("--wlb: --rampup-batch-size is not planned, megatron-core 0.19 has dropped it; leave it out")
     if has_linear_layers(args):
-        raise ValueError(
-            "--wlb trains linear layers with megatron-core 0.19 or later; install that, or leave --wlb out"
-        )
+        raise ValueError("--wlb trains linear layers with megatron-core 0.19 or later; install that, or leave it out")
 
 
 def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], Any], one_line: Any) -> Any:

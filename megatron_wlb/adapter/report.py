@@ -122,7 +122,7 @@ class Report:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, upstream's step log and FLOP count go through this class."""
-        counted = ("args", "batch_size")
+        counted: tuple[str, ...] = ("args", "batch_size")
         if compat.upstream().counts_documents:
             counted += ("seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
         with (

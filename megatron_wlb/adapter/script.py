@@ -217,8 +217,9 @@ def _training(original: Any) -> Any:
         from megatron_wlb.adapter.training import Training
 
         bound = inspect.signature(original).bind(*args, **kwargs)
-        call = bound.arguments
-        config, model_provider, forward_step = map(call.get, ("cfg_container", "model_provider", "forward_step_func"))
+        call: dict[str, Any] = bound.arguments
+        config: Any = call.get("cfg_container")
+        model_provider, forward_step = call.get("model_provider"), call.get("forward_step_func")
 
         def begin() -> Training:
             with one_line():

@@ -194,9 +194,9 @@ def test_a_script_with_data_or_loss_that_are_not_megatrons_is_refused(old, new, 
 
 
 def test_a_script_with_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"GPT and hybrid .* has a model of SimpleNamespace; train it"):
+    with pytest.raises(ValueError, match=r"GPT and hybrid .* has a model of SimpleNamespace; leave"):
         compat.check_script(SimpleNamespace(), None, None)
-    with pytest.raises(ValueError, match="has a model_provider of its own; train it without"):
+    with pytest.raises(ValueError, match="has a model_provider of its own; leave --wlb out"):
         compat.check_script(config(), lambda: None, None)
 
 
@@ -207,7 +207,7 @@ def test_before_019_a_script_that_makes_another_model_is_refused(capsys):
     call = inspect.signature(pretrain).bind(None, lambda: torch.nn.Linear(1, 1), None)
     with pytest.raises(SystemExit, match="2"):
         legacy.pretrain(pretrain, call, None, script.one_line)
-    assert "GPT and hybrid models, and this script has a model of Linear; train" in capsys.readouterr().err
+    assert "GPT and hybrid models, and this script has a model of Linear; leave" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
