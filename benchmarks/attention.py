@@ -1,14 +1,15 @@
-"""Fits the kernels of shipped profiles to bars that others published: python -m benchmarks.attention
+"""Fits shipped profiles to kernels, products and links that others measured: python -m benchmarks.attention
 
-benchmarks/data/attention.json has the bars. A backward that is only published with its forward is what the measured or
-fitted forward leaves. Writes megatron_wlb/hardware/profiles/NAME.json, with the errors on the bars that were fitted and
-on those of the publication that was left out. The forward of h100-fa2 stays as scripts/fit_h100_fa2.py fits it.
+benchmarks/data/attention.json has the measurements; none is of a training step. A backward that is only published with
+its forward is what the measured or fitted forward leaves. Writes megatron_wlb/hardware/profiles/NAME.json, with the
+errors on what was fitted, and on what was left out of the fit: publications in turn, or lengths in turn where there is
+one, and packs of documents. The forward of h100-fa2 stays as scripts/fit_h100_fa2.py fits it.
 """
 
 import argparse
 import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from benchmarks import results
 from benchmarks.lengths import DATA
 from megatron_wlb.cli.profile import fit, predict, relative_error
+from megatron_wlb.hardware.network import H100_NETWORK
 from megatron_wlb.hardware.profile import KernelTimes, load_profile, profile_file
 
 TILE_ROWS, HEAD_SIZE = 128, 128
@@ -25,6 +27,14 @@ FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 _FILE = json.loads((DATA / "attention.json").read_text())
 PUBLICATIONS = _FILE["publications"]
 HOPPER = ("h100-fa2", "h100-fa3", "h100-cudnn")
+NEWER = {
+    "h100-cudnn-2025": "h100-cudnn",
+    **{name: name for name in ("h200-cudnn-9.19", "b200-cudnn-2025", "b200-cudnn-frontend-1.16", "b200-fa4")},
+    **{name: name for name in ("gb200-cudnn-9.22", "gb300-cudnn-9.22")},
+}
+"""Profiles whose products are of TransformerEngine in 2025, and whose bars their attention is fitted to."""
+PACKS = 20
+"""Packs of documents that MagiAttention draws for a bar, which is the mean of their rates."""
 
 
 def counts(lengths: np.ndarray, heads: int) -> np.ndarray:
@@ -38,14 +48,15 @@ def flops(lengths: np.ndarray, heads: int, direction: str) -> float:
     return 2 * FLOPS[direction] * HEAD_SIZE * heads * float((lengths.astype(float) ** 2).sum())
 
 
-def bars(name: str, direction: str, without: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """Counts, [n, 3], and times in us, [n], of a profile's bars in all publications, or in all but one."""
+def bars(name: str, direction: str, without: str | int = "") -> tuple[np.ndarray, np.ndarray]:
+    """Counts, [n, 3], and times in us, [n], of a profile's bars; without a publication, or documents of a length."""
     rows, times = [], []
     for publication, each in PUBLICATIONS.items():
         measured = each.get(name, {}) if publication != without else {}
         for i, length in enumerate(each["lengths"]):
-            lengths = np.full((each["tokens"] or length) // length, length)
-            us = {d: flops(lengths, each["heads"], d) / tf[i] / 1e6 for d, tf in measured.items() if tf[i]}
+            lengths = np.full(each.get("documents") or each["tokens"] // length, length)
+            tflops = {d: tf[i] for d, tf in measured.items() if d in FLOPS and tf[i] and length != without}
+            us = {d: flops(lengths, each["heads"], d) / tf / 1e6 for d, tf in tflops.items()}
             if "both" in us and "forward" in us:
                 us["backward"] = us["both"] - us["forward"]
             if direction in us:
@@ -55,21 +66,40 @@ def bars(name: str, direction: str, without: str = "") -> tuple[np.ndarray, np.n
 
 
 @cache
-def fitted(name: str, direction: str, without: str = "") -> KernelTimes:
+def fitted(name: str, direction: str, without: str | int = "") -> KernelTimes:
     return fit(*bars(name, direction, without))
 
 
 def error(name: str, direction: str) -> dict[str, Any]:
-    """Errors on bars that were fitted, and on those of a publication that was not, where another has this direction."""
+    """Errors on bars that were fitted, and on what was not: publications, or else lengths, and packs of documents."""
     measured, us = bars(name, direction)
     median, p90 = relative_error(predict(fitted(name, direction), measured), us)
     stated: dict[str, Any] = {"fitted_median": median, "fitted_p90": p90}
-    for publication, others in itertools.permutations(PUBLICATIONS, 2):
+    having = [title for title, each in PUBLICATIONS.items() if name in each]
+    for publication, others in itertools.permutations(having, 2):
         left, of_left = bars(name, direction, others)
         if 0 < len(left) < len(measured):
             median, p90 = relative_error(predict(fitted(name, direction, publication), left), of_left)
             stated[f"without {publication}"] = {"held_out_median": median, "held_out_p90": p90, "bars": len(left)}
+    if len(stated) > 2:
+        return stated
+    (each,) = (each for each in PUBLICATIONS.values() if direction in each.get(name, {}))
+    left = [n for n in each["lengths"] if len(bars(name, direction, n)[1]) < len(us)]
+    predicted = [predict(fitted(name, direction, n), bar) for n, bar in zip(left, measured, strict=True)]
+    median, p90 = relative_error(np.array(predicted), us)
+    stated |= {"held_out": "each length left out in turn", "held_out_median": median, "held_out_p90": p90}
+    if tflops := each[name].get("packs", {}).get(direction):
+        got = np.array([packed(n, each["heads"], (direction,), [fitted(name, direction)]) for n in left])
+        median, p90 = relative_error(got, np.array(tflops[-len(left) :]))
+        stated["packed documents"] = {"held_out_median": median, "held_out_p90": p90, "bars": len(left)}
     return stated
+
+
+def packed(tokens: int, heads: int, directions: tuple[str, ...], times: list[KernelTimes]) -> float:
+    """Mean TFLOP/s in MagiAttention's packs of documents."""
+    packs = packed_documents(tokens, PACKS)
+    us = sum(predict(each, np.array([counts(lengths, heads) for lengths in packs])) for each in times)
+    return float(np.mean([sum(flops(n, heads, each) for each in directions) for n in packs] / us) / 1e6)
 
 
 def a100() -> dict[str, Any]:
@@ -104,6 +134,79 @@ def packed_documents(tokens: int, count: int) -> list[np.ndarray]:
     return packs
 
 
+def product_shapes() -> list[tuple[int, int, int]]:
+    """Rows, columns and inner size of TransformerEngine's products: forward, and both backwards, of each matrix."""
+    of, rows = _FILE["products"], _FILE["products"]["rows"]
+    return [shape for n, m in of["matrices"] for shape in ((rows, m, n), (rows, n, m), (m, rows, n))]
+
+
+def gains(device: str, memory_gb_per_s: float) -> list[list[Any]]:
+    """Rates of products over those in bf16, and bytes that quantization takes for a value of the operands.
+
+    The measurement quantizes both operands of every product; a step does so once for the two products of an operand.
+    """
+    layer, alone = (_FILE["products"][name][device] for name in ("layer_ms", "products_ms"))
+    values = 2 * sum((rows + columns) * inner for rows, columns, inner in product_shapes())
+    found = []
+    for recipe in filter(lambda each: each != "bf16", layer):
+        products = alone.get(recipe, alone["tensorwise"])
+        quantized = (layer[recipe] - products) * 1e6 * memory_gb_per_s / values
+        found.append([recipe, round(alone["bf16"] / products, 2), round(quantized, 2)])
+    return found
+
+
+def newer(name: str) -> dict[str, Any]:
+    """A profile of `NEWER`: attention by its bars; products, memory and links by what is measured nearest to them."""
+    gpu, kernels = name.split("-")[0].upper(), NEWER[name]
+    device, of, links = _FILE["devices"][gpu], _FILE["products"], _FILE["networks"]
+    bf16_us, shapes = 1e3 * of["layer_ms"][device["products"]]["bf16"], product_shapes()
+    base = replace(load_profile("h100-cudnn"), wave_outputs=device["processors"] * TILE_ROWS**2)
+    # The rate with which the twelve products take as long as measured.
+    fixed = len(shapes) * base.kernel_us
+    computing = sum(base.product(*shape) for shape in shapes) - fixed
+    base = replace(base, assumed_tflops=base.assumed_tflops * computing / (bf16_us - fixed))
+    errors = {}
+    if alone := of["forward_ms"].get(device["products"]):
+        predicted = np.array([base.product(*shape) for shape in shapes[::3]])
+        median, p90 = relative_error(predicted, 1e3 * np.array(alone))
+        errors = {"products": {"error_median": median, "error_p90": p90, "products": len(alone)}}
+    scale = (device["watts"] / device["of_watts"]) ** (1 / 3)
+    ring = links["B200" if device["processors"] > 132 else "H200"] / links["H200"]
+    network = H100_NETWORK
+    if ring != 1:
+        faster = {c: getattr(network, c) for c in ("all_gather", "reduce_scatter", "all_reduce")}
+        faster = {c: m._replace(gb_per_s=tuple(round(ring * x, 1) for x in m.gb_per_s)) for c, m in faster.items()}
+        network = replace(network, name=gpu.lower(), **faster)
+    network = replace(network, gpus_per_node=device["gpus"], link_gb_per_s=float(device["link"]))
+    directions = ("forward", "backward")
+    stated: dict[str, Any] = {"name": name, "tile_rows": TILE_ROWS}
+    stated |= {each: asdict(fitted(kernels, each)) for each in directions}
+    stated["error"] = {each: error(kernels, each) for each in directions} | errors
+    if any(f"{kernels} fp8" in each for each in PUBLICATIONS.values()):
+        stated["fp8"] = [asdict(fitted(f"{kernels} fp8", each)) for each in directions]
+        stated["error"] |= {f"fp8 {each}": error(f"{kernels} fp8", each) for each in directions}
+    stated |= {
+        "head_size": HEAD_SIZE,
+        "dtype": "bf16",
+        "unit": "us; tile and query_tile per query head, launch once",
+        "device": f"NVIDIA {gpu}",
+        "source": "; ".join(each["source"] for each in PUBLICATIONS.values() if kernels in each),
+        "assumed_tflops": round(base.assumed_tflops * scale),
+        "products": f"{of['source']}: {device['products']}, times {scale:.3f}",
+        "gains": gains(device["products"], 0.8 * device["memory"]),
+        "wave_outputs": base.wave_outputs,
+        "memory_gb_per_s": round(0.8 * device["memory"], -2),
+        "memory_gib": device["memory_gib"],
+        "network": {**asdict(network), **{c: list(map(list, getattr(network, c))) for c in faster}}
+        if ring != 1
+        else None,
+        "assumed": f"memory: 80 % of {device['memory']} GB/s; network: latencies of h100, and its bandwidths times "
+        f"{ring:.2f}, as rings are measured; between nodes {device['link']} GB/s a GPU",
+        "command": "python -m benchmarks.attention",
+    }
+    return {key: value for key, value in stated.items() if value is not None}
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     for name in HOPPER:
@@ -111,16 +214,18 @@ def main() -> None:
         stated = json.loads(profile_file(name).read_text())
         stated |= {direction: asdict(fitted(name, direction)) for direction in directions}
         stated["error"] |= {direction: error(name, direction) for direction in directions}
-        write(name, stated)
+        write(name, stated | {"gains": gains("H200 NVL", 0.8 * 4800)})
     stated = json.loads(profile_file("a100-fa2").read_text()) | a100()
     write("a100-fa2", stated)
+    for name in NEWER:
+        write(name, newer(name))
 
 
 def write(name: str, stated: dict[str, Any]) -> None:
-    for direction in ("forward", "backward"):
-        stated[direction] = {key: float(f"{value:.4g}") for key, value in stated[direction].items()}
-    text = json.dumps(stated, indent=1)
-    print(results.write_whole(profile_file(name), text + "\n"))
+    for times in (stated["forward"], stated["backward"], *stated.get("fp8", ())):
+        times |= {key: float(f"{value:.4g}") for key, value in times.items()}
+    path = profile_file(HOPPER[0]).parent / f"{name}.json"
+    print(results.write_whole(path, json.dumps(stated, indent=1) + "\n"))
 
 
 if __name__ == "__main__":

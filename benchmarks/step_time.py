@@ -45,7 +45,7 @@ from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, weight_bytes
+from megatron_wlb.simulate.memory import DEVICE_SHARE, weight_bytes
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step, trace_of
 
 
@@ -239,7 +239,7 @@ def remembered(case: Case, steps: int) -> list[Row]:
     data, rows = samples_of(case), list[Row]()
     for name, recompute in (("none", Recompute()), ("full", FULL)):
         free = job_of(case, recompute=recompute)
-        budget = DEVICE_SHARE * H100_BYTES - weight_bytes(free)
+        budget = DEVICE_SHARE * free.profile.memory_gib * 2**30 - weight_bytes(free)
         row = case._asdict() | {"recompute": name, "budget_gib": budget / 2**30}
         with contextlib.suppress(ValueError):  # a window does not fit
             make = partial(job_of, case, recompute=recompute, budget_bytes=budget)

@@ -211,6 +211,12 @@ class Job:
     """Rows of the largest tile, over tensor-parallel ranks, see `tiles`; 0: communication overlaps in any rows."""
     bytes_per_value: int = 2
     """Of the activations."""
+    precision: str = "bf16"
+    """Of a layer's products: bf16, `--fp8-recipe`, or nvfp4; see `Profile.gain`."""
+    fp8_attention: bool = False
+    """`--fp8-dot-product-attention`."""
+    moe_dispatcher: str = "alltoall"
+    """`--moe-token-dispatcher-type`: allgather, alltoall or flex."""
     row_multiple: int = 1
     """Row alignment of FP8 and FP4 kernels on a rank."""
     hidden_dropout: bool = False

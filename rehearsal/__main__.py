@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run with --wlb printed; - for standard input")
     parser.add_argument("--gpu", choices=GPUS, required=True)
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of the card; default: as it is sold")
+    parser.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of the card; default: as its profile has it"
+    )
     parser.add_argument(
         "--ranks", default="auto", help="which to run: all, or some as 0,17; default: one of every kind"
     )

@@ -4,6 +4,9 @@ from typing import Any
 
 import msgspec
 
+from megatron_wlb.hardware.profile import GPUS as PROFILES
+from megatron_wlb.hardware.profile import load_profile
+
 
 class Gpu(msgspec.Struct, frozen=True):
     """A kind of GPU, as its runtime describes it."""
@@ -17,10 +20,18 @@ class Gpu(msgspec.Struct, frozen=True):
     l2_bytes: int
 
 
+def _gpu(name: str, capability: tuple[int, int], processors: int, shared_kib: int, l2_mib: int) -> Gpu:
+    gib = load_profile(PROFILES[name]).memory_gib
+    return Gpu(name.upper(), gib, capability, processors, shared_kib << 10, l2_mib << 20)
+
+
 GPUS = {
-    "a100": Gpu("A100", 80, (8, 0), 108, 163 << 10, 40 << 20),
-    "h100": Gpu("H100", 80, (9, 0), 132, 227 << 10, 50 << 20),
-    "h200": Gpu("H200", 141e9 / 2**30, (9, 0), 132, 227 << 10, 50 << 20),
+    "a100": _gpu("a100", (8, 0), 108, 163, 40),
+    "h100": _gpu("h100", (9, 0), 132, 227, 50),
+    "h200": _gpu("h200", (9, 0), 132, 227, 50),
+    "b200": _gpu("b200", (10, 0), 148, 227, 126),
+    "gb200": _gpu("gb200", (10, 0), 148, 227, 126),
+    "gb300": _gpu("gb300", (10, 3), 148, 227, 126),
 }
 
 

@@ -14,7 +14,7 @@ from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.megatron import MegatronArguments, job_of
-from megatron_wlb.hardware.profile import AMPERE_PROFILE, DEFAULT_PROFILE, FLOPS_PROFILE
+from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
 from megatron_wlb.job import Job, Sharding
 from megatron_wlb.packing import policy_of
 from megatron_wlb.packing.original import OriginalPacking
@@ -91,7 +91,8 @@ def from_args(args: Namespace, **fixed: Any) -> Job:
         fixed.setdefault("global_batch_size", max(n for _, n in sizes))
     profile = FLOPS_PROFILE.name
     if torch.cuda.is_available():
-        profile = DEFAULT_PROFILE if torch.cuda.get_device_capability() >= (9, 0) else AMPERE_PROFILE
+        nearest = "h100" if torch.cuda.get_device_capability() >= (9, 0) else "a100"
+        profile = GPUS[gpu_of(torch.cuda.get_device_name()) or nearest]
     return job_of(
         MegatronArguments.of(vars(args)),
         settings=settings,

@@ -66,7 +66,9 @@ class Report:
 
     def start(self, data: SplitData, backend: Choice) -> None:
         """Print what is trained and how it is planned."""
-        job = self._job
+        job, device = self._job, "cuda" if torch.cuda.is_available() else "cpu"
+        if misfit := job.profile.misfit(torch.cuda.get_device_name() if device == "cuda" else None, job.precision):
+            print_rank_0(f"> wlb: warning: {misfit}")
         if data.remark:
             print_rank_0(f"> wlb: {data.remark}")
         groups = f" in groups of {job.schedule().group}" if job.parallel.vpp > 1 else ""

@@ -14,12 +14,20 @@ from megatron_wlb import files
 from megatron_wlb.cli.common import integer
 from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_log
 from megatron_wlb.describe.flags import PlanSettings, RunSettings, add_wlb_arguments
-from megatron_wlb.describe.megatron import SWITCHED_OFF, MegatronArguments, flag_of, job_of, model_of, short
-from megatron_wlb.hardware.profile import DEFAULT_PROFILE
+from megatron_wlb.describe.megatron import (
+    SWITCHED_OFF,
+    MegatronArguments,
+    flag_of,
+    job_of,
+    model_of,
+    precision_of,
+    short,
+)
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
 from megatron_wlb.job import Job, Packing, Sharding
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import policy_of
-from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES, stage_weights
+from megatron_wlb.simulate.memory import DEVICE_SHARE, OPTIMIZER_BYTES, WEIGHT_BYTES, stage_weights
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
@@ -60,9 +68,21 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--approximate", action="store_true", help="estimate without what is not simulated, such as another attention"
     )
+    parser.add_argument(
+        "--gpu", type=_gpu, metavar="NAME", help=f"the run's device: {', '.join(GPUS)}; default: that of the profile"
+    )
     add_megatron_flags(parser)
     add_wlb_arguments(parser)
     parser.set_defaults(**dict.fromkeys(vars(add_wlb_arguments(_wlb_parser()).parse_args([]))))  # None: not typed
+
+
+def _gpu(text: str) -> str:
+    if (gpu := gpu_of(text)) is None:
+        raise argparse.ArgumentTypeError(
+            f"no profile of {short(text)}; give one of {', '.join(GPUS)}, or measure it by megatron-wlb profile and "
+            "give --wlb-profile alone"
+        )
+    return gpu
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape:
@@ -84,6 +104,8 @@ class Run(NamedTuple):
     judged: Judged
     notes: list[str]
     """Sentences on what was assumed."""
+    profile: str
+    """Name or file."""
     budget: float | None = None
     """Bytes for activations in the run's own layout; None: not known. See `on_device`."""
 
@@ -98,10 +120,10 @@ class Run(NamedTuple):
         } | given
         if arguments is None:
             details.setdefault("budget_bytes", self.budget)
-        return job_of(a, model=shape, default_profile=DEFAULT_PROFILE, **details)
+        return job_of(a, model=shape, default_profile=self.profile, **details)
 
     def budget_bytes(self, job: Job) -> float | None:
-        """Return what training on GPUs of `H100_BYTES` leaves for activations in a job's layout; None: it cannot tell.
+        """Return what training on GPUs of the profile leaves for activations in a job's layout; None: it cannot tell.
 
         It goes by upstream's formula (`compat.weight_and_optimizer_bytes`), which is of Adam in bf16 alone.
         """
@@ -118,7 +140,8 @@ class Run(NamedTuple):
         routed = job.layers().sum(axis=1) * model.expert_weights * (1 - shared)
         experts = routed * (a.num_experts or 1) / max(1, model.moe_router_topk) / p.expert_ranks
         others = held((stage_weights(job) - routed) / p.tp, p.dp * p.cp)
-        return DEVICE_SHARE * H100_BYTES - float((others + held(experts, p.dp * p.cp * p.tp // p.expert_ranks)).max())
+        others = others + held(experts, p.dp * p.cp * p.tp // p.expert_ranks)
+        return DEVICE_SHARE * job.profile.memory_gib * 2**30 - float(others.max())
 
     def on_device(self) -> "Run":
         """Return the run with the memory that training would know, by which it chooses; notes if it is not known."""
@@ -134,7 +157,7 @@ class Run(NamedTuple):
                 (known := self._replace(budget=budget)).job()
                 return known
             except ValueError as error:
-                why = f"on GPUs of {H100_BYTES >> 30} GiB {error}"
+                why = f"on GPUs of {load_profile(self.profile).memory_gib:g} GiB {error}"
         self.notes.append(
             f"Neither --wlb-max-tokens auto nor micro-batches of several windows are tried: {why}. Give "
             "--wlb-memory-budget."
@@ -177,6 +200,9 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     judged = judge(launched, arguments, approximate=args.approximate)
     notes: list[str] = []
     settings = PlanSettings.from_args(args)
+    profile = settings.profile or (GPUS[args.gpu] if args.gpu else DEFAULT_PROFILE)
+    if misfit := load_profile(profile).misfit(args.gpu, precision_of(arguments)):
+        judged.remarks.insert(0, misfit)
     return Run(
         arguments=_settled(arguments, args.model, notes),
         model=args.model,
@@ -187,6 +213,7 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
         launched=launched,
         judged=judged,
         notes=notes,
+        profile=profile,
     )
 
 
@@ -225,7 +252,8 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
         notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
     if (a.num_experts or 1) > 1:
         notes.append(
-            "Experts get equally many tokens. Gradients and optimizer are those of the "
+            "Experts get equally many tokens, as --moe-router-force-load-balancing makes them. How much longer a free "
+            "router takes is not known; 1.5 and 1.9 times were published. Gradients and optimizer are those of the "
             f"{a.moe_router_topk} experts that a token goes to."
         )
     if a.recompute_method == "block" or a.recompute_activations or a.recompute_granularity == "selective":

@@ -195,8 +195,8 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     said = {
         "Left out, since training with --wlb refuses them: {}.": refused,
         "Left out, since --wlb switches them off: {}.": off,
-        "FP8 and FP4 ({}) are not modelled: all numbers are for bf16.": [
-            n for n in ("fp8", "fp4") if getattr(arguments, n)
+        "Attention with --wlb is in bf16; of {} is that of Megatron.": [
+            n for n in ("fp8_dot_product_attention",) if getattr(arguments, n)
         ],
         "Not simulated, and so without effect on these numbers: {}.": [n for n in strange if n not in refused],
         "MLPs without experts count as experts ({}).": ["hybrid_layer_pattern"]

@@ -18,7 +18,7 @@ import itertools
 import platform
 import shlex
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from megatron_wlb.cli.common import Words, progress, write_json, writer
 from megatron_wlb.cli.job import MODEL_GROUPS, add_megatron_flags, shape_of
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.documents import Shard, ShardPlan
-from megatron_wlb.hardware.profile import KernelModel, KernelTimes, Profile
+from megatron_wlb.hardware.profile import GPUS, KernelModel, KernelTimes, Profile, gpu_of, load_profile
 from megatron_wlb.sharding.select import divide
 
 LONGEST_TOKENS = {"cuda": (131072, 16384), "cpu": (4096, 1024)}
@@ -65,8 +65,10 @@ def run(args: argparse.Namespace, words: Words) -> None:
     chosen = shapes(LONGEST_TOKENS[target.device][args.quick])
     with writer(args.output) as file:
         linear_us, attention_us = _measure(args, target, chosen)
-        data = _fit(args, target, chosen, linear_us, attention_us)
-        data["device"] = measure.device_name(target.device)
+        known: dict[str, Any] = {"device": measure.device_name(target.device)}
+        if target.device == "cuda":
+            known["memory_gib"] = round(torch.cuda.get_device_properties().total_memory / 2**30, 1)
+        data = _fit(args, target, chosen, linear_us, attention_us, known)
         data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
         data |= {"date": datetime.date.today().isoformat(), "command": shlex.join(["megatron-wlb", *words.typed])}
         write_json(file, data)
@@ -97,20 +99,27 @@ def _fit(
     chosen: list[Shape],
     linear_us: tuple[float, float],
     us: np.ndarray,
+    known: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the profile, its errors and the linear times, as JSON types."""
+    """Return the profile, its errors and the linear times, as JSON types.
+
+    What is not measured here, such as the network and precisions, is that of the device's shipped profile.
+    """
     model, (forward, backward) = target.model, map(rounded, linear_us)
     shards = [plan.shards[rank] for plan, rank in chosen]
     kernel, error = fit_directions(shards, us, model.num_attention_heads, TILE_ROWS[target.device])
     flops = 2e-6 * model.token_weights  # TFLOP/s x us per token
-    profile = Profile(
+    measured = dict(
         name=Path(args.output).stem if args.output != "-" else target.backend.name,
         **kernel,
         linear_tflops=(rounded(flops / linear_us[0]), rounded(2 * flops / linear_us[1])),
         head_size=model.head_size,
         dtype=target.dtype,
         backend=target.backend.name,
+        **known,
     )
+    gpu = gpu_of(known["device"])
+    profile = replace(load_profile(GPUS[gpu]), **measured, fp8=None) if gpu else Profile(**measured)
     linear = {"forward_us_per_token": forward, "backward_us_per_token": backward}
     linear["tokens"] = LINEAR_TOKENS[target.device]
     linear |= {name: size for name, size in asdict(model).items() if name not in ("num_layers", "padded_vocab_size")}

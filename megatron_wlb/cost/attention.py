@@ -51,7 +51,7 @@ def exchange_model(job: Job) -> ExchangeModel:
         latency=latency,
         arrive=value * job.bytes_per_value,
         leave=value * job.cp_gradient_bytes,
-        ahead=flops / job.profile.rates[1] / 1e6,
+        ahead=flops / rates(job)[1] / 1e6,
     )
 
 
@@ -80,10 +80,17 @@ def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
     )
 
 
+def rates(job: Job) -> tuple[float, float]:
+    """TFLOP/s of a layer's products outside of experts, forward and backward."""
+    gain, _ = job.profile.gain(job.precision, "attention")
+    forward, backward = job.profile.rates
+    return forward * gain, backward * gain
+
+
 def expansion(job: Job) -> tuple[float, float]:
     """Return us to expand K and V of a row from latents, forward and backward."""
     flops = 2 * job.model.expanded_weights / job.parallel.tp / 1e6
-    forward, backward = job.profile.rates
+    forward, backward = rates(job)
     return flops / forward, 2 * flops / backward
 
 
@@ -111,7 +118,9 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
 def attention_kernels(job: Job, window: int | None = None) -> tuple[KernelModel, KernelModel]:
     """Attention of one layer on one rank, forward and backward, without communication."""
     heads, size = job.model.heads_per_rank(job.parallel.tp)[0], job.model.head_size
-    forward, backward = job.profile.kernels(heads=heads, head_size=size, parts=exchange_parts(job))
+    forward, backward = job.profile.kernels(
+        heads=heads, head_size=size, parts=exchange_parts(job), fp8=job.fp8_attention
+    )
     return replace(forward, window=window), replace(backward, window=window)
 
 

@@ -27,15 +27,20 @@ class Products(NamedTuple):
 def products(job: Job, matrices: Iterable[Matrix], tokens: np.ndarray) -> Products:
     """Return the summed times of `matrices` times `tokens` rows, measured or by shape."""
     times = np.zeros((3, len(tokens)))
+    profile = job.profile
     for matrix in matrices:
-        if job.profile.linear_tflops:
-            forward, backward = (2e-6 * matrix.weights / job.parallel.tp / rate for rate in job.profile.linear_tflops)
-            times += np.outer((forward, backward, backward), tokens)
-        elif matrix.weights:
-            ranks = job.parallel.dividing(matrix)
-            rows, outputs, inputs = matrix.shape(tokens * ranks / job.parallel.tp, ranks)
-            product = job.profile.product
-            times += product(rows, outputs, inputs), product(rows, inputs, outputs), product(outputs, inputs, rows)
+        if not matrix.weights:
+            continue
+        ranks, (gain, quantized) = job.parallel.dividing(matrix), profile.gain(job.precision, matrix.part)
+        rows, outputs, inputs = matrix.shape(tokens * ranks / job.parallel.tp, ranks)
+        shapes = (rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows)
+        taken = np.array([profile.product(m, n, k, gain, quantized) for m, n, k in shapes])
+        if profile.linear_tflops:
+            # Measured in bf16; other precisions are in proportion.
+            forward, backward = (2e-6 * matrix.weights / job.parallel.tp / rate for rate in profile.linear_tflops)
+            share = taken / [profile.product(m, n, k) for m, n, k in shapes] if gain != 1 else 1.0
+            taken = np.outer((forward, backward, backward), tokens) * share
+        times += taken
     return Products(*times)
 
 
@@ -124,17 +129,23 @@ def loss(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def token_exchange(job: Job, tokens: np.ndarray) -> np.ndarray:
     """Return the time in which the rows of a layer go to their experts and back, us; nothing overlaps it.
 
-    A row is sent once for every expert that it goes to, as by `--moe-token-dispatcher-type alltoall`.
+    By `--moe-token-dispatcher-type`, a row is sent once for every expert that it goes to (alltoall), once to a node
+    and in it once to a rank (flex: DeepEP and HybridEP), or to all ranks (allgather).
     """
-    parallel, network = job.parallel, job.profile.network
-    rows = tokens / parallel.tp * job.model.moe_router_topk * job.model.hidden_size * job.bytes_per_value
+    parallel, network, topk = job.parallel, job.profile.network, job.model.moe_router_topk
+    row_bytes = tokens / parallel.tp * job.model.hidden_size * job.bytes_per_value
+    rows = row_bytes * topk
     time = np.zeros_like(tokens)
-    if not job.model.moe_router_topk or job.profile.counts_pairs:
+    if not topk or job.profile.counts_pairs:
         return time
-    copied = 2 * (1 + job.model.moe_router_topk) * job.model.hidden_size
+    copied = 2 * (1 + topk) * job.model.hidden_size
     time = time + _memory(job, copied * job.bytes_per_value, tokens)
+    ranks = Group(size=parallel.ep, stride=parallel.expert_tp)
+    if job.moe_dispatcher == "allgather":
+        ranks, gathered = Group(size=parallel.expert_ranks, stride=1), row_bytes * parallel.expert_ranks
+        return time + sum(network.collective(name, gathered, ranks) for name in ("all_gather", "reduce_scatter"))
     if parallel.ep > 1:
-        latency, byte = network.all_to_all(Group(size=parallel.ep, stride=parallel.expert_tp))
+        latency, byte = network.all_to_all(ranks, topk if job.moe_dispatcher == "flex" else 0)
         time = time + 2 * (latency + rows * byte * (parallel.ep - 1) / parallel.ep)
     inside = Group(size=parallel.expert_tp, stride=1)
     for name in ("all_gather", "reduce_scatter"):

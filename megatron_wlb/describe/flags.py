@@ -70,8 +70,8 @@ class PlanSettings(Settings):
     )
     profile: str | None = setting(
         None,
-        "Kernel times of the device: a shipped profile or a JSON file. Default: on GPUs h100-cudnn, or a100-fa2 before "
-        "compute capability 9.0, as TransformerEngine prefers; flops (counts attended pairs) without.",
+        "Kernel times of the device: a shipped profile or a JSON file. Default: on GPUs by the device's name "
+        "(cuDNN's from Hopper on, as TransformerEngine prefers); flops (counts attended pairs) without.",
     )
 
 

@@ -107,6 +107,9 @@ class MegatronArguments:
     moe_router_topk: int = _size("mixture of experts", default=2)
     moe_ffn_hidden_size: int | None = _size("mixture of experts", "default: --ffn-hidden-size")
     moe_shared_expert_intermediate_size: int | None = _size("mixture of experts", "of all shared experts", least=0)
+    moe_token_dispatcher_type: str | None = _other(
+        "mixture of experts", "default: alltoall, as with --wlb", choices=("allgather", "alltoall", "flex")
+    )
     data_path: tuple[str, ...] | None = _other("data and steps", ".idx, or a blend of them")
     train_data_path: tuple[str, ...] | None = _other("data and steps", ".idx, or a blend of them, not split")
     data_args_path: str | None = _other("data and steps", "a file with such a blend")
@@ -145,9 +148,10 @@ class MegatronArguments:
     recompute_modules: tuple[str, ...] | None = _other("memory")
     cpu_offloading_num_layers: int = _size("memory", "layers of activations in host memory", 0, least=0, most=1 << 12)
     hidden_dropout: float = _other("memory", default=0.1)
-    fp8: str | None = _other("memory", "only the alignment of micro-batches is known")
-    fp8_recipe: str | None = _other("memory")
-    fp4: str | None = _other("memory", "4-bit floating point; not modelled")
+    fp8: str | None = _other("precision", "of products; attention and the output layer stay in bf16")
+    fp8_recipe: str = _other("precision", default="delayed")
+    fp8_dot_product_attention: bool = _other("precision", "of Megatron; with --wlb attention is in bf16", default=False)
+    fp4: str | None = _other("precision", "of products")
     use_transformer_engine_op_fuser: bool = _other("memory", default=False)
 
     @property
@@ -204,6 +208,8 @@ def job_of(
         "parallel": parallel,
         "context_length": a.seq_length,
         "global_batch_size": a.global_batch_size,
+        "precision": precision_of(a),
+        "moe_dispatcher": "flex" if a.moe_token_dispatcher_type == "flex" else "alltoall",
         "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
         "hidden_dropout": a.hidden_dropout > 0,
         "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
@@ -417,6 +423,11 @@ def recompute_of(a: MegatronArguments) -> Recompute:
         num_layers=a.recompute_num_layers,
         modules=tuple(sorted(set(modules))),
     )
+
+
+def precision_of(a: MegatronArguments) -> str:
+    """Return the precision of a layer's products: bf16, the recipe of FP8, or nvfp4."""
+    return "nvfp4" if a.fp4 else a.fp8_recipe if a.fp8 else "bf16"
 
 
 def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:

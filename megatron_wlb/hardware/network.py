@@ -62,17 +62,23 @@ class Network:
             time = np.maximum(time, num_bytes * MOVED[name](nodes) / (local * self.link_gb_per_s))
         return latency + time / 1e3
 
-    def all_to_all(self, group: Group) -> tuple[float, float]:
+    def all_to_all(self, group: Group, joined: int = 0) -> tuple[float, float]:
         """Return an all-to-all's latency in us, and us per byte of the busiest rank.
 
-        Within a node as an all-gather (assumed). Between nodes, every rank is sent its own copy of a row.
+        Within a node as an all-gather (assumed). Between nodes, every rank is sent its own copy of a row. Of `joined`
+        copies of a row, to ranks drawn at random, those for a node cross once, and those for a rank are one.
         """
+
+        def distinct(places: float) -> float:
+            return places * (1 - (1 - 1 / places) ** joined) / joined if joined else 1.0
+
         local = min(group.size, max(1, self.gpus_per_node // group.stride))
         latency, inside = self._within_node("all_gather", local) if local > 1 else (0.0, math.inf)
-        time = 1 / inside
+        time = distinct(group.size) / inside
         if group.size > local:
             latency += self.hop_us
-            time = max(time, (group.size - local) / (group.size - 1) / self.link_gb_per_s)
+            crossing = distinct(group.size / local) * (group.size - local) / (group.size - 1)
+            time = max(time, crossing / self.link_gb_per_s)
         return latency, time / 1e3
 
     def point_to_point(self, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:

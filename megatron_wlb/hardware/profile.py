@@ -1,6 +1,7 @@
-"""Performance of a device: attention kernels, other rates, network."""
+"""Performance of a device with a generation of software: attention kernels, other rates, memory, network."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -90,6 +91,8 @@ class Profile:
     forward: KernelTimes
     backward: KernelTimes | None = None
     """None if not measured: `attention_backward` times forward."""
+    fp8: tuple[KernelTimes, KernelTimes] | None = None
+    """Forward and backward of attention in FP8, inputs already quantized; None if not measured."""
     linear_tflops: tuple[float, float] | None = None
     """TFLOP/s of a layer's matrix products, over all of its time without attention; forward and backward. None:
     `assumed_tflops`, and `memory_gb_per_s` for the rest."""
@@ -105,6 +108,11 @@ class Profile:
     assumed_tflops: float = 576.0
     """Rate of bf16 matrix products of any size: power limits it. Mean of what remains of four products of 16,384 rows
     on an H100, of 70B at TP 8, less half a wave and a launch (PyTorch, float8_experimental pull request 100)."""
+    gains: tuple[tuple[str, float, float], ...] = ()
+    """By `--fp8-recipe`, and nvfp4: the rate of products over that in bf16, and bytes to quantize a value."""
+    experts_gain: float = 1.2
+    """Of experts, in FP8 and FP4 and with quantization. Chosen by steps of Grok-1 proxies (NVIDIA/dgxc-benchmarking),
+    as no product of experts is published."""
     wave_outputs: float = 132 * 128 * 128
     """Outputs that a device computes at once: 132 multiprocessors, a tile of 128 x 128 each. The last wave is half
     empty."""
@@ -113,21 +121,25 @@ class Profile:
     memory_gb_per_s: float = 2700.0
     """Rate of memory-bound operations: 80 % of an H100's 3350 GB/s. PyTorch measured 79 to 87 % for casts (ao,
     benchmarks/prototype/blockwise_fp8_training)."""
+    memory_gib: float = 80.0
+    """Of the device."""
     dp_overlap: float = 0.9
     """Share of gradient and parameter communication that overlaps passes. Assumed."""
     network: Network = H100_NETWORK
 
     def __post_init__(self) -> None:
-        for times in filter(None, (self.forward, self.backward)):
+        for times in filter(None, (self.forward, self.backward, *(self.fp8 or ()))):
             values = (times.launch, times.tile, times.query_tile)
             if not all(math.isfinite(t) and t >= 0 for t in values) or not (any(values) or self.counts_pairs):
                 raise ValueError(f"its kernel times are {values}; they must be finite, at least 0, and not all 0")
-        rates = (*self.rates, self.memory_gb_per_s, self.attention_backward)
+        rates = [*self.rates, self.memory_gb_per_s, self.memory_gib, self.attention_backward, self.experts_gain]
+        rates += [gain for _, gain, _ in self.gains]
         tile = self.forward.tile + (self.backward.tile if self.backward else 0)
         if not all(math.isfinite(rate) and rate > 0 for rate in (*rates, tile if self.linear_tflops else 1)):
             raise ValueError(f"its rates are {rates}; they must be finite and over 0, and go with a tile over 0")
-        if not all(math.isfinite(each) and each >= 0 for each in (self.wave_outputs, self.kernel_us)):
-            raise ValueError(f"wave_outputs {self.wave_outputs} and kernel_us {self.kernel_us} must be at least 0")
+        more = (self.wave_outputs, self.kernel_us, *(quantized for *_, quantized in self.gains))
+        if not all(math.isfinite(each) and each >= 0 for each in more):
+            raise ValueError(f"its wave_outputs, kernel_us and bytes to quantize are {more}; they must be at least 0")
         if self.head_size is not None and self.head_size < 1:
             raise ValueError(f"head_size is {self.head_size}; it must be at least 1")
         if self.tile_rows < 1 or self.tile_rows & (self.tile_rows - 1) or self.tile_rows > 1 << 16:
@@ -143,14 +155,25 @@ class Profile:
         """TFLOP/s of matrix products, forward and backward."""
         return self.linear_tflops or (self.assumed_tflops, self.assumed_tflops)
 
-    def product(self, rows: Any, columns: Any, inner: Any) -> Any:
-        """Time in us of a product of matrices [rows, inner] and [inner, columns]."""
-        return self.kernel_us + 2e-6 * (rows * columns + self.wave_outputs / 2) * inner / self.assumed_tflops
+    def gain(self, precision: str, part: str) -> tuple[float, float]:
+        """Return the rate of a part's products over that in bf16, and bytes to quantize a value of their operands.
+
+        The output layer stays in bf16, and all else if the precision is not known.
+        """
+        known = {recipe: (gain, quantized) for recipe, gain, quantized in self.gains}
+        if part == "output" or precision not in known:
+            return 1.0, 0.0
+        return (self.experts_gain, 0.0) if part == "experts" else known[precision]
+
+    def product(self, rows: Any, columns: Any, inner: Any, gain: float = 1.0, quantized: float = 0.0) -> Any:
+        """Time in us of a product of matrices [rows, inner] and [inner, columns]; see `gain`."""
+        time = self.kernel_us + 2e-6 * (rows * columns + self.wave_outputs / 2) * inner / (self.assumed_tflops * gain)
+        return time + quantized * (rows + columns) * inner / self.memory_gb_per_s / 1e3
 
     def kernels(
-        self, *, heads: int = 1, head_size: int | None = None, parts: int = 1
+        self, *, heads: int = 1, head_size: int | None = None, parts: int = 1, fp8: bool = False
     ) -> tuple[KernelModel, KernelModel]:
-        """Return the kernels of one layer on one rank, forward and backward.
+        """Return the kernels of one layer on one rank, forward and backward; those of `fp8` if measured.
 
         Tile times are in proportion to the head size, if one was measured. K and V arrive in `parts`.
         """
@@ -166,8 +189,25 @@ class Profile:
                 parts=parts,
             )
 
+        if fp8 and self.fp8:
+            return kernel(self.fp8[0], 1.0), kernel(self.fp8[1], 1.0)
         backward = kernel(self.backward, 1.0) if self.backward else kernel(self.forward, self.attention_backward)
         return kernel(self.forward, 1.0), backward
+
+    def misfit(self, device: str | None, precision: str) -> str:
+        """Return how a run's device or precision is not of this profile, with the remedy; "" if it is."""
+        if self.counts_pairs:
+            return ""
+        of, run = (name and (gpu_of(name) or name) for name in (self.device, device))
+        if None not in (of, run) and of != run:
+            remedy = f"take {GPUS[run]}" if run in GPUS else "measure it by megatron-wlb profile"
+            return f"Profile {self.name} is of an {self.device}, and the run's device is {device}: {remedy}."
+        if precision not in ("bf16", *(recipe for recipe, *_ in self.gains)):
+            having = [gpu for gpu, name in GPUS.items() if precision in (each for each, *_ in load_profile(name).gains)]
+            others = f", as those of {', '.join(having)} have; take that of the run's device" if having else ""
+            of_device = f" ({self.device})" if self.device else ""
+            return f"Profile {self.name}{of_device} has no rate of {precision}, which counts as bf16{others}."
+        return ""
 
     def differences(self, *, head_size: int, dtype: str, backend: str) -> str:
         """Return how kernels differ from a run: "head size 128, not 64", or ""."""
@@ -184,10 +224,27 @@ FLOPS_PROFILE = Profile(
 )
 """Counts attended pairs, once for both directions, and nothing else."""
 DEFAULT_PROFILE = "h100-cudnn"
-"""Of GPUs, where none is named: TransformerEngine prefers cuDNN from compute capability 9.0 on."""
-AMPERE_PROFILE = "a100-fa2"
-"""Of GPUs before that, on which TransformerEngine prefers FlashAttention-2."""
+GPUS = {
+    "a100": "a100-fa2",
+    "h100": DEFAULT_PROFILE,
+    "h200": "h200-cudnn-9.19",
+    "b200": "b200-cudnn-2025",
+    "gb200": "gb200-cudnn-9.22",
+    "gb300": "gb300-cudnn-9.22",
+}
+"""Profiles of GPUs by default: TransformerEngine prefers cuDNN from Hopper on, and FlashAttention-2 before."""
 _SHIPPED = resources.files("megatron_wlb.hardware") / "profiles"
+
+
+def gpu_of(device: str) -> str | None:
+    """Return the key of `GPUS` in a name such as "NVIDIA H100 80GB HBM3"; None if there is none."""
+    found = re.search(rf"(?<![a-z0-9])({'|'.join(GPUS)})(?![a-z0-9])", device.lower())
+    return found[1] if found else None
+
+
+def generations(gpu: str | None) -> list[str]:
+    """Return the shipped profiles of a GPU, of all its software."""
+    return [name for name in shipped_profiles() if gpu and name.startswith(f"{gpu}-")]
 
 
 def shipped_profiles() -> list[str]:

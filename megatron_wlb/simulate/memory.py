@@ -19,7 +19,6 @@ from megatron_wlb.model import FULL, MLP, Mixer
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
-H100_BYTES = 80 * 2**30
 WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
 """Bytes per parameter: the bf16 weight and its fp32 gradient; the states that the distributed optimizer divides."""
 

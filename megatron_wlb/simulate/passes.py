@@ -75,8 +75,8 @@ def untimed(job: Job) -> str:
     heads, tp = job.model.num_attention_heads, job.parallel.tp
     if job.profile.counts_pairs:
         return (
-            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give h100-cudnn or one "
-            "that `megatron-wlb profile` wrote"
+            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give that of the GPU, or "
+            "one that `megatron-wlb profile` wrote"
         )
     if heads % tp:
         return f"{heads} attention heads do not divide over {tp} ranks; change one of them"

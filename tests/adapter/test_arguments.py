@@ -23,7 +23,7 @@ from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.plan.samples import windows
-from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES
+from megatron_wlb.simulate.memory import DEVICE_SHARE
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import MODEL, VPP2, less, train
 from tests.cli.analyses import run
@@ -81,6 +81,27 @@ def job_of(args):
     validate_args(args, {})
     args.padded_vocab_size = 256
     return jobs.from_args(args)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "profile", "said"),
+    [
+        ("NVIDIA B200", (10, 0), "b200-cudnn-2025", ""),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "a100-fa2", ""),
+        ("NVIDIA H800", (9, 0), "h100-cudnn", "is NVIDIA H800: measure it by megatron-wlb profile"),
+        ("NVIDIA A10", (8, 6), "a100-fa2", "is NVIDIA A10: measure it by megatron-wlb profile"),
+    ],
+)
+def test_the_device_chooses_the_profile(device, capability, profile, said, parse, monkeypatch):
+    """Or the nearest one, with a warning."""
+    args = parse("--transformer-impl", "local", "--wlb-memory-budget", "10")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    args.padded_vocab_size, args.kv_channels, args.params_dtype = 256, 16, torch.bfloat16
+    job = jobs.from_args(args)
+    misfit = job.profile.misfit(device, job.precision)
+    assert job.profile.name == profile and bool(misfit) == bool(said) and said in misfit
 
 
 LATENT = "--multi-latent-attention --no-rope-fusion --kv-lora-rank 32 --qk-head-dim 16 --v-head-dim 24"
@@ -306,4 +327,4 @@ def test_analyze_leaves_activations_as_much_as_training_does(flags, parse):
     args.virtual_pipeline_model_parallel_size = None
     held = compat.weight_and_optimizer_bytes(args)
     of_analyze = run(f"-- torchrun --nproc-per-node 8 pretrain_gpt.py {size}").on_device().budget
-    assert DEVICE_SHARE * H100_BYTES - of_analyze == pytest.approx(held, rel=0.02)
+    assert DEVICE_SHARE * 80 * 2**30 - of_analyze == pytest.approx(held, rel=0.02)

@@ -31,6 +31,11 @@ def without(row, path):
         (without(STEP, "model"), "no model"),
         (without(STEP, "hardware"), "no hardware"),
         (STEP | {"hardware": "TPU v5p"}, "no profile of TPU v5p"),
+        (STEP | {"hardware": "GB200", "software": {"generations": ("fa2",)}}, "no profile of GB200 with fa2"),
+        (STEP | {"software": {"unsimulated": "a reason"}}, "a reason"),
+        (STEP | {"software": {"unheard": 1}}, "a field is not as expected"),
+        (STEP | {"id": "some-model-sft"}, "packs of documents whose lengths are not published"),
+        (ROWS["titan-70b-asynctp"], "neither async TP nor the ring of PyTorch is simulated"),
         (STEP | {"sequence": "1K to 16K"}, "sequences of 1K to 16K tokens"),
         (STEP | {"measured": {"peak_memory": {"value": 70, "unit": "GB"}}}, "no speed of a training step"),
         (STEP | {"measured": {"tflops_per_gpu": {"value": None}}}, "no measured.tflops_per_gpu.value"),
@@ -58,12 +63,25 @@ def test_half_of_attention_counts_half_and_faster_is_over_one():
 
 
 def test_software_differs_in_what_a_row_leaves_open():
-    """torchtitan's pipelines drain after a micro-batch for every stage, and its vanilla tensor parallelism waits."""
-    deep, two = ROWS["titan-405b-1f1b"], ROWS["titan-70b-asynctp"]
-    (drained, vanilla, overlapped), _ = published.predict([deep, two])
-    (steady, hidden, _), _ = published.predict([row | {"source": "NVIDIA/NeMo"} for row in (deep, two)])
-    assert drained["predicted"] < 0.8 * steady["predicted"]
-    assert vanilla["predicted"] < overlapped["predicted"] <= hidden["predicted"]
+    """By the field `software`, or else by repository and release."""
+    row = ROWS["nemo2407-llama3-70b"]
+
+    def predicted(**changes):
+        (found,), _ = published.predict([row | changes])
+        return found
+
+    older, newer = (row["source"].replace("NeMo 24.07", f"NeMo {each}") for each in ("24.03", "25.04"))
+    profiles = [predicted(source=each)["profile"] for each in (older, row["source"], newer)]
+    assert profiles == ["h100-fa2", "h100-cudnn", "h100-cudnn-2025"]
+    exposed = predicted(software={"tp_comm_overlap": False})
+    assert exposed["predicted"] < predicted()["predicted"] < predicted(source=newer)["predicted"]
+    assert predicted(precision="bf16")["kinds"] == ["bf16 dense"] and predicted()["kinds"] == ["FP8 dense"]
+
+
+def test_a_row_is_of_the_software_that_its_fields_name_whatever_its_notes_say():
+    row = ROWS["nemo2407-llama3-70b"] | {"notes": "torchtitan, async TP, Automodel, LoRA, RL, no tp-comm-overlap"}
+    (said, plain), _ = published.predict([row, ROWS["nemo2407-llama3-70b"]])
+    assert said["predicted"] == plain["predicted"]
 
 
 @pytest.mark.parametrize("rows", [[], [ROWS["bridge-25.09-llama3_8b"]], [{"id": "other"}]])

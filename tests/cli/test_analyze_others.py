@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_wlb.cli.analyze import layouts
+from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
@@ -37,6 +38,17 @@ def test_fewer_layers_on_the_last_stage(tmp_path, data):
     for share, mentioned in ((1.001, False), (2, True)):
         given = setup(words, f"--wlb-memory-budget {share * enough}")
         assert given.job.max_tokens == ours.max_tokens and (other["flag"] in given.others) == mentioned
+
+
+def test_megatron_dispatches_and_attends_as_its_flags_say(data):
+    """With --wlb tokens go all-to-all where they were gathered, and attention stays in bf16."""
+    words = f"{JOB} --data-path {data} --num-experts 4 --gpu gb200 --fp8-format hybrid --fp8-dot-product-attention"
+    for dispatcher, ours in (("", "alltoall"), ("allgather", "alltoall"), ("flex", "flex")):
+        found = setup(words, f"--moe-token-dispatcher-type {dispatcher}" if dispatcher else "")
+        job = found.without_wlb("thd")
+        assert (found.job.moe_dispatcher, job.moe_dispatcher) == (ours, dispatcher or "alltoall")
+        assert (found.job.fp8_attention, job.fp8_attention) == (False, True)
+        assert attention_kernels(job)[0].tile < attention_kernels(found.job)[0].tile
 
 
 def test_gradients_in_the_dtype_of_the_model(data):

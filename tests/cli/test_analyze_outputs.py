@@ -158,6 +158,7 @@ def test_an_extra_is_missed_before_the_work(tmp_path, module):
          "2 layers and 1 for the edges do not divide over 2 stages of 1 chunks"),
         ("--data-path DATA --tensor-model-parallel-size 8", "4 attention heads do not divide over 8 ranks"),
         ("--data-path DATA --wlb-profile flops", "profile flops counts attended pairs"),
+        ("--data-path DATA --gpu mi300x", "no profile of mi300x; give one of .* measure it by"),
         ("--data-path DATA --micro-batch-size 3", "--micro-batch-size 3 does not divide the 4 windows"),
         ("--data-path DATA --global-batch-size 1048576", "--global-batch-size 1048576 is over 16384, too many windows"),
         ("--data-path DATA --html - --json -", "would be mixed on standard output"),

@@ -21,7 +21,7 @@ def test_what_is_assumed():
     for note, begin in zip(
         found.notes,
         ("Assumed: 2 GPUs", "Assumed: 2 context windows a step, PP x DP", "Assumed: the vocabulary of llama3-8b",
-         "--num-query-groups counts with", "Experts get equally many tokens. .*those of the 2 experts"),
+         "--num-query-groups counts with", "Experts get equally many tokens, .*those of the 2 experts"),
         strict=True,
     ):  # fmt: skip
         assert note.startswith(begin.split(".*")[0]) and begin.split(".*")[-1] in note
@@ -62,6 +62,23 @@ def test_memory_bounds_micro_batches():
         unknown = run("--wlb-max-tokens auto -- torchrun pretrain_gpt.py", JOB, flags).on_device()
         assert unknown.budget is None and unknown.job().max_tokens == 1.25 * C
         assert any(why in note for note in unknown.notes)
+
+
+def test_a_gpu_chooses_profile_and_memory_and_what_proves_another_is_said_first():
+    def found(*words):
+        of_run = run(JOB, *words)
+        return of_run.job(), of_run.judged.remarks
+
+    assert found()[0].profile.name == found("--gpu h100")[0].profile.name == "h100-cudnn"
+    job, remarks = found("--gpu B200 --fp8-format e4m3 --fp8-recipe mxfp8")
+    assert (job.profile.name, job.precision, remarks) == ("b200-cudnn-2025", "mxfp8", [])
+    assert found("--gpu gb300 --fp4-format e2m1")[0].precision == "nvfp4"
+    assert found("--fp8-format hybrid")[0].precision == "delayed"
+    job, remarks = found("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-dot-product-attention")
+    assert remarks[0].startswith("Profile h100-cudnn (NVIDIA H100) has no rate of mxfp8") and len(remarks) == 2
+    job, remarks = found("--gpu gb200 --wlb-profile h100-fa3")
+    assert job.profile.name == "h100-fa3" and remarks[0].endswith("device is gb200: take gb200-cudnn-9.22.")
+    assert job.moe_dispatcher == "alltoall"
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_what_training_switches_off_is_named():
     ("flags", "note"),
     [
         ("--cp-comm-type a2a", "Not simulated, and so without effect on these numbers: --cp-comm-type."),
-        ("--fp8-format hybrid", r"FP8 and FP4 (--fp8-format) are not modelled: all numbers are for bf16."),
+        ("--fp8-dot-product-attention", "with --wlb is in bf16; of --fp8-dot-product-attention is that of Megatron."),
         ("--dynamic-context-parallel", "since training with --wlb refuses them: --dynamic-context-parallel."),
         ("--min-dynamic-context-parallel-size 2", "these numbers: --min-dynamic-context-parallel-size."),
     ],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import exchange_model, exposed_exchange, sharding_kernel
-from megatron_wlb.cost.linear import loss, memory_bound, products, tiled, tiling, token_exchange
+from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, products, tiled, tiling, token_exchange
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
@@ -222,3 +222,35 @@ def test_tiles_by_hand():
     forward = 2 * (sum(2 * half * k / 576e6 + 3 for _, k in sizes) + 3 * 3) + copied * (3 + 2) * hidden
     backward = 2 * (sum(2 * half * m / 576e6 + 3 * 2 for m, _ in sizes) + 3 * 3) + copied * (1 + 2) * hidden
     assert np.array(tiling(given, tokens)) == pytest.approx(np.array([[forward, 0], [backward, 0]]))
+
+
+def test_dispatchers_of_tokens_to_experts():
+    """DeepEP sends least between nodes; gathering all rows is cheap where a token goes to many of few ranks."""
+    sizes = {"model": replace(MODELS["deepseek-v3"], num_layers=4), "profile": load_profile("h100-cudnn"), "etp": 1}
+    sizes["num_micro_batches"] = 64
+    tokens = np.array([4096.0])
+
+    def time(moe_dispatcher, ep):
+        return float(token_exchange(job(dp=ep, ep=ep, moe_dispatcher=moe_dispatcher, **sizes), tokens)[0])
+
+    for ep in (4, 8, 64):
+        assert time("flex", ep) < time("alltoall", ep)
+    assert time("allgather", 4) < time("alltoall", 4) and time("alltoall", 64) < time("allgather", 64)
+    assert time("alltoall", 1) == time("flex", 1) == time("allgather", 1)
+
+
+@pytest.mark.parametrize("rates", [{}, {"linear_tflops": (500.0, 400.0)}])
+def test_parts_gain_by_low_precision_as_their_profile_says(rates):
+    profile = replace(load_profile("gb200-cudnn-9.22"), **rates)
+    model = replace(LLAMA2_7B, moe_router_topk=2)
+    given, tokens = job(model=model, profile=profile), np.array([8192.0])
+
+    def gain(part, precision="mxfp8"):
+        matrices = [m for m in model.matrices if m.part == part] or [output_matrix(given)]
+        bf16, low = (products(replace(given, precision=each), matrices, tokens) for each in ("bf16", precision))
+        return np.array(bf16) / np.array(low)
+
+    np.testing.assert_allclose(gain("output"), 1)
+    assert (gain("attention") > 1).all() and (gain("attention") < profile.gain("mxfp8", "attention")[0]).all()
+    assert (gain("experts") > 1.1).all() and (gain("experts") <= 1.2).all()
+    np.testing.assert_allclose(gain("attention", "custom"), 1)

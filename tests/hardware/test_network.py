@@ -1,5 +1,6 @@
 """Communication times: the measured ones within a node, the assumptions between nodes."""
 
+import numpy as np
 import pytest
 
 from megatron_wlb.hardware.network import H100_NETWORK as NETWORK
@@ -31,3 +32,18 @@ def test_between_nodes_ranks_of_a_node_share_their_links():
     link = NETWORK.link_gb_per_s
     expected = [15 / 16 / NETWORK.all_gather.gb_per_s[-1], 7 / 8 / (2 * link), 15 / 16 / link]
     assert [whole_nodes, two_per_node, one_per_node] == pytest.approx([size * e / 1e3 for e in expected], rel=0.01)
+
+
+def test_copies_of_a_row_for_one_node_cross_once():
+    """Against copies drawn one by one: to 4 of 16 ranks, on 2 nodes of 8."""
+    group, copies, rng = Group(size=16, stride=1), 4, np.random.default_rng(0)
+    ranks = rng.integers(0, group.size, (200_000, copies))
+    nodes_seen = np.mean([(ranks // 8 == node).any(axis=1) for node in range(2)]) * 2
+    ranks_seen = np.mean([(ranks == rank).any(axis=1) for rank in range(group.size)]) * group.size
+    apart, joined = (NETWORK.all_to_all(group, each)[1] for each in (0, copies))
+    # The slower of links between nodes, where half of all rows go elsewhere, and of NVLink.
+    crossing, inside = 8 / 15 / NETWORK.link_gb_per_s / 1e3, 1 / NETWORK.all_gather.gb_per_s[-1] / 1e3
+    assert apart == pytest.approx(max(crossing, inside))
+    assert joined == pytest.approx(max(crossing * nodes_seen, inside * ranks_seen) / copies, rel=0.01)
+    one_node = Group(size=8, stride=1)
+    assert NETWORK.all_to_all(one_node, copies)[1] < NETWORK.all_to_all(one_node)[1]

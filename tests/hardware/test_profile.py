@@ -12,9 +12,12 @@ from megatron_wlb.documents import SEGMENT
 from megatron_wlb.hardware.network import H100_NETWORK
 from megatron_wlb.hardware.profile import (
     FLOPS_PROFILE,
+    GPUS,
     KernelModel,
     KernelTimes,
     Profile,
+    generations,
+    gpu_of,
     load_profile,
     shipped_profiles,
 )
@@ -65,7 +68,7 @@ def test_a_profile_says_where_it_differs_from_a_run():
 
 
 def test_shipped_profiles_load():
-    assert shipped_profiles() == ["flops", "a100-fa2", "h100-cudnn", "h100-fa2", "h100-fa3"]
+    assert {name.split("-")[0] for name in shipped_profiles()[1:]} == set(GPUS)
     assert load_profile("flops") is FLOPS_PROFILE
     assert load_profile("h100-fa2") == Profile(
         name="h100-fa2",
@@ -75,9 +78,71 @@ def test_shipped_profiles_load():
         head_size=128,
         dtype="bf16",
         device="NVIDIA H100",
+        gains=(("delayed", 1.9, 2.01), ("tensorwise", 1.9, 3.2), ("blockwise", 1.9, 5.58)),
     )
-    for name in shipped_profiles()[1:]:
-        load_profile(name)
+
+
+@pytest.mark.parametrize("name", shipped_profiles()[1:])
+def test_a_shipped_profile_is_of_the_gpu_in_its_name(name):
+    profile, gpu = load_profile(name), name.split("-")[0]
+    assert (profile.name, gpu_of(profile.device)) == (name, gpu) and name in generations(gpu)
+    assert profile.network.gpus_per_node == (72 if gpu.startswith("gb") else 8)
+    newer = load_profile(GPUS[gpu])
+    assert newer.memory_gib == profile.memory_gib and newer.memory_gb_per_s == profile.memory_gb_per_s
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GB200", "gb200"),
+        ("rehearsed B200", "b200"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H2000", None),
+        ("NVIDIA H800", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(device, gpu):
+    assert gpu_of(device) == gpu
+
+
+def test_a_profile_says_of_which_runs_it_is_not():
+    hopper, blackwell = load_profile("h100-cudnn"), load_profile("b200-cudnn-2025")
+    assert hopper.misfit("NVIDIA H100 PCIe", "delayed") == hopper.misfit(None, "bf16") == ""
+    assert "is of an NVIDIA H100, and the run's device is NVIDIA B200: take b200-cudnn-2025" in hopper.misfit(
+        "NVIDIA B200", "bf16"
+    )
+    assert "measure it by megatron-wlb profile" in hopper.misfit("NVIDIA H800", "bf16")
+    assert "no rate of mxfp8, which counts as bf16, as those of b200, gb200, gb300 have" in hopper.misfit(None, "mxfp8")
+    assert blackwell.misfit("b200", "mxfp8") == FLOPS_PROFILE.misfit("NVIDIA B200", "mxfp8") == ""
+    assert blackwell.misfit(None, "custom").endswith("has no rate of custom, which counts as bf16.")
+    mine = replace(hopper, device="NVIDIA L40S")
+    assert mine.misfit("NVIDIA L40S", "bf16") == "" != mine.misfit("NVIDIA H100", "bf16")
+
+
+def test_low_precision_speeds_up_products_and_quantizes_their_operands():
+    profile = load_profile("b200-cudnn-2025")
+    assert profile.gain("bf16", "mlp") == profile.gain("mxfp8", "output") == profile.gain("custom", "mlp") == (1, 0)
+    assert profile.gain("mxfp8", "experts") == (1.2, 0)
+    large, small = (1 << 15, 1 << 14, 1 << 14), (1 << 13, 1 << 10, 1 << 10)
+
+    def faster(shape, precision):
+        return profile.product(*shape) / profile.product(*shape, *profile.gain(precision, "mlp"))
+
+    rate, quantized = profile.gain("mxfp8", "mlp")
+    assert faster(small, "mxfp8") < faster(large, "mxfp8") < rate < faster(large, "nvfp4")
+    rows, columns, inner = large
+    alone = profile.product(*large, rate)
+    assert profile.product(*large, rate, quantized) - alone == pytest.approx(
+        quantized * (rows * inner + inner * columns) / profile.memory_gb_per_s / 1e3
+    )
+
+
+def test_attention_is_in_fp8_only_if_asked_for_and_measured():
+    measured, other = load_profile("gb200-cudnn-9.22"), load_profile("b200-cudnn-2025")
+    assert measured.kernels(fp8=True)[0].tile < measured.kernels()[0].tile
+    assert other.fp8 is None and other.kernels(fp8=True) == other.kernels()
 
 
 FORWARD = {"launch": 3, "tile": 0.5, "query_tile": 0.25}
@@ -113,6 +178,9 @@ def test_a_profile_from_a_file(tmp_path):
         (MINE | {"linear_tflops": [1, 0]}, "rates are .*finite and over 0"),
         (MINE | {"linear_tflops": [1, 1], "forward": FORWARD | {"tile": 0}}, "go with a tile over 0"),
         (MINE | {"memory_gb_per_s": 0}, "rates are"),
+        (MINE | {"gains": [["delayed", 0, 2]]}, "rates are"),
+        (MINE | {"gains": [["delayed", 1.9, -1]]}, "bytes to quantize are .*at least 0"),
+        (MINE | {"fp8": [FORWARD, FORWARD | {"tile": -1}]}, "kernel times are"),
         (MINE | {"network": {"name": "x"}}, r"missing required field `all_gather` - at `\$.network`"),
     ],
 )

@@ -14,7 +14,7 @@ from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
 from megatron_wlb.hardware.network import NETWORKS
-from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile, profile_file
+from megatron_wlb.hardware.profile import Profile, generations, gpu_of, load_profile, profile_file
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import ALIKE, DELAY
@@ -35,8 +35,8 @@ CLOSE = 0.02
 """Gain or loss up to which neither way is advised, and a delay is not mentioned."""
 READING_STEPS = 8
 """Steps that tell a speed-up under other assumptions."""
-KERNELS = ("h100-fa2", "h100-cudnn", "h100-fa3")
-"""Profiles of the same device with other kernels."""
+KERNELS_OF = "kernels of "
+"""How readings by other profiles of the same device begin."""
 
 Advance = Callable[[int], None]
 
@@ -197,8 +197,9 @@ def readings(
     profile = setup.job.profile
     slower = replace(profile.network, link_gb_per_s=profile.network.link_gb_per_s / 2)
     changed = {"": profile, "half the bandwidth between nodes": replace(profile, network=slower)}
-    if profile.name in KERNELS:
-        changed |= {f"kernels of {name}": load_profile(name) for name in KERNELS if name != profile.name}
+    names = generations(gpu_of(profile.device or ""))
+    if profile.name in names:
+        changed |= {f"{KERNELS_OF}{name}": load_profile(name) for name in names if name != profile.name}
 
     def speedups(other: Profile) -> dict[str, float]:
         of: dict[str, Measured] = {}
@@ -324,7 +325,7 @@ def data_entries(setup: Setup) -> dict[str, Any]:
 def profile_entries(setup: Setup) -> dict[str, Any]:
     """Return origin and stated errors of the profile and of its network."""
     profile = setup.job.profile
-    stated = json.loads(profile_file(setup.run.settings.profile or DEFAULT_PROFILE).read_text())
+    stated = json.loads(profile_file(setup.run.profile).read_text())
     shipped = {file.name: file for file in NETWORKS.iterdir()}
     network = shipped.get(f"{profile.network.name}.json")
     of_network = json.loads(network.read_text()) if network else {"name": profile.network.name}

@@ -135,6 +135,8 @@ class Setup:
             a.tp_comm_overlap and self.job.parallel.tp > 1 and not self.job.tp_overlap,
             bool(stated.get("overlap_p2p_comm_warmup_flush")),
         )
+        if a.fp8_dot_product_attention and job.profile.fp8 is None:
+            self.notes.append(f"Profile {job.profile.name} has no attention in FP8; that of Megatron is timed in bf16.")
         if not data.has_validation and stated.get("eval_iters") != 0:
             run.judged.remarks.append("The data have no validation split; with --wlb the run needs --eval-iters 0.")
         if stated.get("dataloader_inter_document_masking") and self.job.parallel.cp > 1:
@@ -199,6 +201,9 @@ class Setup:
         exchange = "all" if job.model.windowed_share else "ring"
         job = replace(job, packing=OriginalPacking(), cp_exchange=exchange, whole_documents=False, tp_tile_rows=0)
         job = replace(job, reorder=False, overlap_transfers=self.megatron.overlap_transfers)
+        a = self.run.arguments
+        dispatcher = a.moe_token_dispatcher_type or job.moe_dispatcher
+        job = replace(job, moe_dispatcher=dispatcher, fp8_attention=a.fp8_dot_product_attention)
         return job.sharded(cp_sharding=MEGATRON[name])
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:

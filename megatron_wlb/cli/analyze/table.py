@@ -6,15 +6,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_wlb.cli import common
-from megatron_wlb.cli.analyze.report import CLOSE, Report
+from megatron_wlb.cli.analyze.report import CLOSE, KERNELS_OF, Report
 from megatron_wlb.cli.common import render
-from megatron_wlb.simulate.memory import H100_BYTES
 from megatron_wlb.simulate.step import TIME_SHARES
 
 TITLES = {"plain": "Megatron", "thd": "Megatron, documents apart", "ours": "--wlb"}
 """Names of the schemes, in the order in which they are shown."""
-WIDE = 0.05
-"""Range of a speed-up, over itself, from which on it is shown."""
 SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
 SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
 """Titles of the rows to read first."""
@@ -105,9 +102,10 @@ def headline(report: Report) -> tuple[str, str]:
     across, apart, ours = (schemes[name]["us_per_token"] for name in TITLES)
 
     def times(scheme: str) -> str:
-        least, most = _least_and_most(report, scheme)
-        wide = f" ({least:.2f} to {most:.2f})" if most - least > WIDE * least else ""
-        return f"{schemes[scheme]['us_per_token'] / ours:.2f} times{wide}"
+        least, most = (f"{each:.2f}" for each in _least_and_most(report, scheme, KERNELS_OF))
+        return (
+            f"{schemes[scheme]['us_per_token'] / ours:.2f} times{f' ({least} to {most} by kernels)' * (least != most)}"
+        )
 
     first = f"{verdict(report)[0]}. {predicted}: {times('thd')} as many tokens a second as {TITLES['thd']}."
     waits, instead = (idle(schemes[name]) for name in ("ours", "thd"))
@@ -129,10 +127,11 @@ def _tokens(report: Report) -> str:
     return "Steps train whole documents." if job.whole_documents else "Both train the same tokens every step."
 
 
-def _least_and_most(report: Report, scheme: str) -> tuple[float, float]:
-    """Return the range of --wlb's speed-up over a scheme under all assumptions."""
+def _least_and_most(report: Report, scheme: str, what: str = "") -> tuple[float, float]:
+    """Return the range of --wlb's speed-up over a scheme under all assumptions, or those that begin with `what`."""
     over, ours = (report.entries["schemes"][name]["us_per_token"] for name in (scheme, "ours"))
-    found = [over / ours, *(reading[scheme] for reading in report.entries["readings"])]
+    others = [reading[scheme] for reading in report.entries["readings"] if reading["what"].startswith(what)]
+    found = [over / ours, *others]
     return min(found), max(found)
 
 
@@ -154,12 +153,13 @@ def facts(report: Report) -> list[str]:
         **entries,
         errors=_errors_of(entries["profile"].get("error")),
         parallel=job.parallel,
+        precision="bf16" if job.profile.gain(job.precision, "mlp") == (1, 0) else job.precision,
         delays=job.packing.delays,
         whole=job.whole_documents,
         crossover=job.crossover_tokens,
         ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in ("thd", "ours")],
-        device_gib=H100_BYTES >> 30,
-        over_device=any(numbers["activation_gib"] > H100_BYTES / 2**30 for numbers in schemes.values()),
+        device_gib=round(job.profile.memory_gib),
+        over_device=any(numbers["activation_gib"] > job.profile.memory_gib for numbers in schemes.values()),
         negative=any(percent(numbers, *TIME_SHARES["waiting"]) < 0 for numbers in schemes.values()),
     )
     return [line for line in text.splitlines() if line]
