@@ -32,7 +32,7 @@ class Ownership(_Ownership):
 
     def by_rank(self, values: np.ndarray) -> np.ndarray:
         """Return sums of values [n, x] of segments, int64 [documents, x, cp]."""
-        sums = np.zeros((len(self.seen), self.cp, values.shape[1]), np.int64)
+        sums = np.zeros((len(self.lengths), self.cp, values.shape[1]), np.int64)
         np.add.at(sums, (self.segments["document"], self.ranks), values)
         return sums.swapaxes(1, 2)
 
