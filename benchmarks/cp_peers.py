@@ -114,7 +114,7 @@ def ring_times(plan: ShardPlan, job: Job, *, whole: bool) -> tuple[np.ndarray, n
     which reaches from the first rank that holds one to the last.
     """
     held, kernels, ring = Ownership(plan), attention_kernels(job), replace(job, cp_exchange="ring")
-    tiles, lives = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)), held.seen > 0
+    tiles, lives = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)), held.holds
     rings = np.stack((lives.argmax(axis=1), held.cp - lives[:, ::-1].argmax(axis=1)), axis=1)
     if whole:
         rings[:] = 0, held.cp

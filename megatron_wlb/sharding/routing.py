@@ -40,9 +40,10 @@ class Ownership:
         self.ranks = np.repeat(np.arange(len(by_rank)), [sum(map(len, each)) for each in by_rank])
         """int64 [n]."""
         self.cp, self.lengths = len(plan.shards), plan.lengths
-        held = np.zeros((len(plan.lengths), self.cp), bool)
-        held[self.segments["document"], self.ranks] = True
-        self.is_shared = held.sum(axis=1) > 1
+        self.holds = np.zeros((len(plan.lengths), self.cp), bool)
+        """bool [documents, cp]: which ranks have rows of a document."""
+        self.holds[self.segments["document"], self.ranks] = True
+        self.is_shared = self.holds.sum(axis=1) > 1
         """bool [documents]: on several ranks."""
         # Rows of the micro-batch, counted on from rank to rank.
         begins = document_begins(plan.lengths)
