@@ -345,7 +345,7 @@ def _list_of(node: ast.expr) -> list[int]:
     """Return the list of an expression such as [1] * 5 + [0], as Megatron evaluates it, up to `MOST_LAYERS`."""
     match node:
         case ast.List(elts=items) if all(isinstance(each, ast.Constant) and each.value in (0, 1) for each in items):
-            return [int(each.value) for each in items]  # type: ignore[attr-defined]
+            return [int(isinstance(each, ast.Constant) and bool(each.value)) for each in items]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return (_list_of(left) + _list_of(right))[:MOST_LAYERS]
         case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):

@@ -110,7 +110,9 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     )
     by_kind = [_layer_times(job, kind, shards, gather, scatter) for kind in model.kinds]
     layers = job.layers_by_kind()[..., None]
-    forward, backward = (sum(n * times[i].total for n, times in zip(layers, by_kind, strict=True)) for i in range(2))
+    forward, backward = (
+        np.sum([n * times[i].total for n, times in zip(layers, by_kind, strict=True)], axis=0) for i in range(2)
+    )
     of_kinds = layers.sum(axis=(1, 2, 3)) / layers.sum()
     mean = [_sum(of_kinds, each) for each in zip(*by_kind, strict=True)]
     # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds again, gathers two hidden
@@ -157,8 +159,8 @@ def _layer_times(
         attention, exchange = _attention(job, shards, model.window_of(kind))
         again = expansion(job)[0] * tokens if job.expands_again else 0.0
     else:
-        attention, again = (np.zeros((len(tokens), cp)),) * 2, 0.0
-        exchange = (head_exchange(job, kind, tokens),) * 2
+        none, moving, again = np.zeros((len(tokens), cp)), head_exchange(job, kind, tokens), 0.0
+        attention, exchange = (none, none), (moving, moving)
     linear = (
         every.forward + bound[0] + dispatched + by_tile[0],
         every.backward + bound[1] + dispatched + again + by_tile[1],
@@ -181,7 +183,9 @@ def _layer_times(
 def _sum(factors: Sequence[float] | np.ndarray, times: Sequence[LayerTimes]) -> LayerTimes:
     """Return the sum of times, each so many times."""
     each = list(zip(factors, times, strict=True))
-    return LayerTimes(**{f.name: sum(n * getattr(of, f.name) for n, of in each) for f in fields(LayerTimes)})
+    return LayerTimes(
+        **{f.name: np.sum([n * getattr(of, f.name) for n, of in each], axis=0) for f in fields(LayerTimes)}
+    )
 
 
 def crossover(job: Job) -> int:
