@@ -44,6 +44,8 @@ def test_packed_order_is_that_of_documents(sharding, cp):
     assert packed.cu_seqlens.tolist() == [0, *np.cumsum(LENGTHS)]
     assert packed.documents().tolist() == [np.repeat(np.arange(len(LENGTHS)), LENGTHS).tolist()]
     assert ShardMetadata.build(plan, 0, varlen).packed is None
+    alone = ShardMetadata.build(shard(LENGTHS, job()), 0, varlen, linear=True).packed
+    assert torch.equal(alone.from_ranks, torch.arange(184))  # a single rank has no all-to-all that could order rows
 
 
 def test_te_is_given_few_numbers_of_entries():
