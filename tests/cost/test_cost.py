@@ -11,7 +11,7 @@ from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS, Recompute
-from megatron_wlb.model import MODELS
+from megatron_wlb.model import FULL, MODELS
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import round_costs, shard
 from megatron_wlb.simulate.passes import pass_times
@@ -162,7 +162,7 @@ def test_products_and_memory_traffic_by_hand():
     # Norms, residual sums, rotary embedding of Q and K, activation.
     values = 2 * 2 * hidden + 2 * 3 * hidden + 2 * (hidden + hidden / 4) + 3 * ffn
     traffic = 2 * values / 2 * rows / 2700e3
-    assert np.array(memory_bound(given, tokens)) == pytest.approx(np.array([[traffic + 21], [2 * traffic + 30]]))
+    assert np.array(memory_bound(given, FULL, tokens)) == pytest.approx(np.array([[traffic + 21], [2 * traffic + 30]]))
     # Logits become fp32, which is read five times and written three times more; backward scales and rounds.
     logits = 32000 / 2 * rows / 2700e3
     expected = np.array([[(2 + 4 + 5 * 4 + 3 * 4) * logits], [(2 * 4 + 4 + 2) * logits]])
@@ -215,13 +215,14 @@ def test_the_exchange_of_latents_by_hand():
 def test_tiles_by_hand():
     """100 rows of 4 ranks are tiles of 64, 32 and 4 rows; the last two start all kernels again."""
     given = job(model=LLAMA2_7B, tp=4, tp_tile_rows=64, profile=MEASURED)
-    tokens, hidden, ffn, half = np.array([100.0, 64.0]), 4096, 11008, 132 * 128 * 128 / 2
-    assert np.array(tiled(given, tokens)).tolist() == [[2, 1], [4, 0]]
+    tokens, more = np.array([100.0, 64.0, 36.0]), np.array([2, 0, 1])
+    hidden, ffn, half = 4096, 11008, 132 * 128 * 128 / 2
+    assert np.array(tiled(given, tokens)).tolist() == [[2, 1, 1], [4, 0, 4]]
     sizes = [(3 * hidden / 4, hidden), (hidden, hidden / 4), (2 * ffn / 4, hidden), (hidden, ffn / 4)]
-    copied = 2 * 2 * 100 / 4 / 2700e3
-    forward = 2 * (sum(2 * half * k / 576e6 + 3 for _, k in sizes) + 3 * 3) + copied * (3 + 2) * hidden
-    backward = 2 * (sum(2 * half * m / 576e6 + 3 * 2 for m, _ in sizes) + 3 * 3) + copied * (1 + 2) * hidden
-    assert np.array(tiling(given, tokens)) == pytest.approx(np.array([[forward, 0], [backward, 0]]))
+    copied = 2 * 2 * tokens * (more > 0) / 4 / 2700e3
+    forward = more * (sum(2 * half * k / 576e6 + 3 for _, k in sizes) + 3 * 3) + copied * (3 + 2) * hidden
+    backward = more * (sum(2 * half * m / 576e6 + 3 * 2 for m, _ in sizes) + 3 * 3) + copied * (1 + 2) * hidden
+    assert np.array(tiling(given, FULL, tokens)) == pytest.approx(np.array([forward, backward]))
 
 
 def test_dispatchers_of_tokens_to_experts():

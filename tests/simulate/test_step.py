@@ -39,7 +39,14 @@ def test_imbalances_by_hand():
     one, none = job(cp=2, dp=2, num_micro_batches=4), np.zeros(2)
     passes = pass_times(one, shards_of(one, [[64], [64]]))
     layers = (
-        LayerTimes(linear=none + linear, experts=none, tensor=none, attention=np.array(attention), exchange=none)
+        LayerTimes(
+            linear=none + linear,
+            experts=none,
+            tensor=none,
+            attention=np.array(attention),
+            slowest=np.array(attention).max(axis=1),
+            exchange=none,
+        )
         for linear, attention in ((1, [[2, 4], [6, 6]]), (3, [[1, 1], [1, 1]]))
     )
     step = simulate_step(one, [shards_of(one, [[64], [64]])] * 2)
