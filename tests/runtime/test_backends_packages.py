@@ -168,7 +168,7 @@ def backend(request, monkeypatch):
 
 @covering(
     indirect=("backend",),
-    backend=PARAMETERS,
+    backend=tuple(PARAMETERS),
     call=ALL,
     window=WINDOWS,
     heads={"GQA": (4, 2), "MHA": (2, 2)},
