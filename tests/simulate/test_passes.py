@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model
+from megatron_wlb.cost.linear import memory_bound, products, tiling
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
@@ -24,22 +25,17 @@ def layer_times(given, shards):
     return pass_times(given, shards).layers
 
 
-def test_costs_by_hand():
-    """One layer, one GPU, 8192 tokens: products, memory traffic and attention of both directions."""
+def test_a_layer_is_products_traffic_and_attention():
+    """One layer, one GPU, 8192 tokens; `tests/cost` has the first two by hand."""
     given = job(model=replace(SMALL, num_layers=1))
-    times = pass_times(given, shards_of(given, [[5000, 3192]]))
-    tokens, hidden, ffn = 8192, 4096, 11008
-    sizes = [(3 * hidden, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)]
-    products = sum(2 * (tokens * m + HALF_WAVE) * k / 576e6 + 3 for m, k in sizes)
-    of_inputs = sum(2 * (tokens * k + HALF_WAVE) * m / 576e6 + 3 for m, k in sizes)
-    of_weights = sum(2 * (m * k + HALF_WAVE) * tokens / 576e6 + 3 for m, k in sizes)
-    memory = 2 * tokens * (10 * hidden + 4 * hidden + 3 * ffn) / 2700e3
+    times, tokens = pass_times(given, shards_of(given, [[5000, 3192]])), np.array([8192.0])
+    product, traffic = products(given, given.model.matrices, tokens), memory_bound(given, tokens)
     attention = [
         kernel.launch + 32 * (kernel.tile * (40 * 41 / 2 + 25 * 26 / 2) + kernel.query_tile * (40 + 25))
         for kernel in attention_kernels(given)
     ]
-    assert times.forward == pytest.approx(products + memory + 7 * 3 + attention[0])
-    assert times.backward == pytest.approx(of_inputs + of_weights + 2 * memory + 10 * 3 + attention[1])
+    assert times.forward[0, 0] == pytest.approx(product.forward + traffic[0] + attention[0])
+    assert times.backward[0, 0] == pytest.approx(product.inputs + product.weights + traffic[1] + attention[1])
     assert times.layers[0].exchange == times.layers[0].tensor == times.layers[0].experts == 0
 
 
@@ -258,13 +254,9 @@ def test_tiles_overlap_by_themselves_and_cost_their_starts():
         for given in (job(tp=4), job(tp=4, tp_overlap=0.5, tp_tile_rows=8192))
     )
     assert tiled.tensor == pytest.approx(whole.tensor * (1 - 0.5 * 20480 / 20580))
-    hidden, ffn = 4096, 11008
-    sizes = [(3 * hidden / 4, hidden), (hidden, hidden / 4), (2 * ffn / 4, hidden), (hidden, ffn / 4)]
-    starts = 3 * sum(2 * HALF_WAVE * k / 576e6 + 3 for _, k in sizes) + 3 * 3 * 3
-    copy = 20580 * 2 * 2 * hidden / 4 / 2700e3
-    assert tiled.linear - whole.linear == pytest.approx(starts + (3 + 2) * copy)
-    starts = 3 * sum(2 * HALF_WAVE * m / 576e6 + 2 * 3 for m, _ in sizes) + 3 * 3 * 3
-    assert of_backward.linear - backward.linear == pytest.approx(starts + (1 + 2) * copy)
+    starts = tiling(job(tp=4, tp_tile_rows=8192), np.array([20580.0]))
+    assert tiled.linear - whole.linear == pytest.approx(starts[0])
+    assert of_backward.linear - backward.linear == pytest.approx(starts[1])
     # Beyond a node there are no user buffers.
     far, near = (
         layer_times(given, shards_of(given, [[8192]]))[0]
