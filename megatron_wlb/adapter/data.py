@@ -204,12 +204,23 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
 def loader(
     dataset: BatchDataset, planner: Planner, first_step: int, num_workers: int, exit_signal: int | None
 ) -> Iterator[Batch]:
-    """Return this rank's endless batches, by processes that outlive `exit_signal`."""
-    steps = map(planner.get, itertools.count(first_step))
+    """Return this rank's batches, by processes that outlive `exit_signal`.
+
+    They read ahead: where there is no further plan, its RuntimeError comes behind the last batch that has one.
+    """
+    last: list[RuntimeError] = []
+
+    def micro_batches() -> Iterator[MicroBatchPlan]:
+        try:
+            for step in itertools.count(first_step):
+                yield from planner.get(step).micro_batches
+        except RuntimeError as error:
+            last.append(error)
+
     batches: Any = iter(
         torch.utils.data.DataLoader(
             dataset,
-            sampler=(micro_batch for plan in steps for micro_batch in plan.micro_batches),
+            sampler=micro_batches(),
             batch_size=None,  # the sampler yields whole micro-batches
             num_workers=num_workers,
             # Others would be sent whole indexes; on Linux Python 3.14 starts others.
@@ -221,7 +232,12 @@ def loader(
     if num_workers:
         # The end of this process would signal them, and wait for ever: they outlive it.
         atexit.register(batches._shutdown_workers)
-    return batches  # type: ignore[no-any-return]
+    return _then_raise(batches, last)
+
+
+def _then_raise(batches: Iterator[Batch], last: Sequence[RuntimeError]) -> Iterator[Batch]:
+    yield from batches
+    raise last[0]
 
 
 def _outlive(exit_signal: int, worker: int) -> None:

@@ -69,6 +69,7 @@ EVALUATE = "--split 60,40,0 --eval-iters 1 --eval-interval 1"
     [
         *((each.values[0], each.values[1], "") if hasattr(each, "values") else (*each, "") for each in LAYOUTS[:4]),
         (1, "", ""),
+        (1, "", "--num-workers 2"),  # which read ahead, up to the end of the data
         (2, CP2, MTP),
         (2, PP2, "--calculate-per-token-loss"),
         (2, CP2, "--micro-batch-size 2"),
