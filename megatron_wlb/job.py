@@ -37,7 +37,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """The parallel layout. Ranks are numbered by TP, CP, DP and PP."""
+    """The parallel layout. Ranks are numbered by TP, CP, DP and PP, or as `stages_before_dp` says."""
 
     tp: int = 1
     cp: int = 1
@@ -53,6 +53,8 @@ class Parallel:
     group_size: int | None = None
     """`--microbatch-group-size-per-virtual-pipeline-stage`; None: `even_groups`. Megatron's default is PP."""
     split: Split = EVEN
+    stages_before_dp: bool = False
+    """`--use-tp-pp-dp-mapping`: ranks are numbered by TP, CP, PP and DP."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp", "vpp", "dp", "ep"):
@@ -92,6 +94,16 @@ class Parallel:
     @property
     def num_gpus(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def stage_stride(self) -> int:
+        """Ranks from a stage to the next."""
+        return self.tp * self.cp * (1 if self.stages_before_dp else self.dp)
+
+    def rank(self, stage: int, dp: int, cp: int, tp: int) -> int:
+        """Return the number of a rank among all."""
+        outer = dp * self.pp + stage if self.stages_before_dp else stage * self.dp + dp
+        return (outer * self.cp + cp) * self.tp + tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

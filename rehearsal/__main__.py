@@ -25,9 +25,9 @@ import msgspec
 
 from megatron_wlb import files
 from megatron_wlb.cli.common import console, integer, progress, render, table, write_json, writer
-from megatron_wlb.cli.data import data_of
+from megatron_wlb.cli.data import data_of, names_of
 from megatron_wlb.cli.job import vocabulary
-from megatron_wlb.cli.launch import read_command, read_log
+from megatron_wlb.cli.launch import Launched, read_command, read_log
 from megatron_wlb.cli.main import Parser, in_one_line
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import MegatronArguments, parallel_of
@@ -70,35 +70,9 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
         raise ValueError("no job, or two; give the log of a run, or its command behind --")
     if args.html == "-":
         raise ValueError("--html - is no file; name one")
-    terminal = console(args.json, width=None if sys.stdout.isatty() else 120)
-    launched = read_command(command, any_model="--wlb" not in command) if command else read_log(args.log)
-    stated, notes = launched.stated, list[str]()
-    wlb = bool(stated.get("wlb"))
-    arguments = MegatronArguments.of({"world_size": launched.world_size} | stated)
-    parallel = parallel_of(arguments)
-    script, flags = _script(command, wlb)
-    _check_layers(arguments)
-    modelled = wlb and not (arguments.fp8 or arguments.fp4)
-    if wlb and not modelled:
-        notes.append("Predicted is the memory of bf16, not of FP8 or FP4.")
-    gpu = GPUS[args.gpu]
-    if args.gpu_memory is not None:
-        gpu = msgspec.structs.replace(gpu, gib=args.gpu_memory)
-    mocks = _mocks(arguments, notes)
-    if wlb and mocks and not stated.get("mock_data") and stated.get("wlb_mock_lengths") is None:
-        stated, flags = stated | {"wlb_mock_lengths": "F2"}, [*flags, "--wlb-mock-lengths", "F2"]
-    task = Task(
-        world_size=parallel.num_gpus,
-        steps=args.steps,
-        gpu=gpu,
-        script=script,
-        flags=flags,
-        wlb=wlb,
-        stated={} if command else stated,
-        vocab_size=arguments.padded_vocab_size or arguments.vocab_size or vocabulary(arguments, notes),
-        mock_data=mocks,
-    )
-    ranks = _ranks(args.ranks, parallel)
+    terminal, notes = console(args.json, width=None if sys.stdout.isatty() else 120), list[str]()
+    task, parallel, modelled = task_of(args, command, notes)
+    gpu, ranks = task.gpu, _ranks(args.ranks, parallel)
     with (
         writer(args.json, "--json") as file,
         writer(args.html, "--html") as page,
@@ -108,6 +82,10 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
         said, remedy = verdict(seen, task, wrong, modelled=modelled)
         of_all = {"verdict": said, "remedy": remedy, "nccl": wrong, "gpu": gpu.name, "gpu_gib": gpu.gib}
         write_json(file, of_all | {"ranks": [{k: v for k, v in rank.items() if k != "passes"} for rank in seen]})
+        if left_out := sorted({name for rank in seen for name in rank["left_out"]}):
+            notes.append(
+                f"Not taken from the log: {', '.join(left_out)}. Give the run's command if one of them matters."
+            )
         rows, waits = [_row(rank) for rank in seen], [*_waits(seen)]
         notes.append("GiB, and counts of the last step. Nothing was computed, and no time was measured.")
         if page is not None:
@@ -127,12 +105,40 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
     return 0 if said == "fits" else 1
 
 
-def _check_layers(arguments: MegatronArguments) -> None:
+def task_of(args: argparse.Namespace, command: list[str], notes: list[str]) -> tuple[Task, Parallel, bool]:
+    """Return what is rehearsed, its layout, and whether its memory is predicted. Raises ValueError on wrong input."""
+    launched = read_command(command, any_model="--wlb" not in command) if command else read_log(args.log)
+    stated = launched.stated
+    wlb = bool(stated.get("wlb"))
+    arguments = MegatronArguments.of({"world_size": launched.world_size} | stated)
+    parallel = parallel_of(arguments)
+    script, flags = _script(command, wlb)
     if arguments.transformer_impl == "transformer_engine" and not transformer_engine():
         raise ValueError(
             "the job's layers are TransformerEngine's, which is not installed with its extension of torch; "
             "docs/rehearse.md says how; or add --transformer-impl local"
         )
+    modelled = wlb and not (arguments.fp8 or arguments.fp4)
+    if wlb and not modelled:
+        notes.append("Predicted is the memory of bf16, not of FP8 or FP4.")
+    gpu = GPUS[args.gpu]
+    if args.gpu_memory is not None:
+        gpu = msgspec.structs.replace(gpu, gib=args.gpu_memory)
+    mocks = _mocks(arguments, launched, notes)
+    if wlb and mocks and not stated.get("mock_data") and stated.get("wlb_mock_lengths") is None:
+        stated, flags = stated | {"wlb_mock_lengths": "F2"}, [*flags, "--wlb-mock-lengths", "F2"]
+    task = Task(
+        world_size=parallel.num_gpus,
+        steps=args.steps,
+        gpu=gpu,
+        script=script,
+        flags=flags,
+        wlb=wlb,
+        stated={} if command else stated,
+        vocab_size=arguments.padded_vocab_size or arguments.vocab_size or vocabulary(arguments, notes),
+        mock_data=mocks,
+    )
+    return task, parallel, modelled
 
 
 def _sentence(text: str) -> str:
@@ -173,14 +179,19 @@ def _script(words: list[str], wlb: bool) -> tuple[list[str], list[str]]:
     return [*runner, words[at]], words[at + 1 :]
 
 
-def _mocks(arguments: MegatronArguments, notes: list[str]) -> bool:
-    """Whether the job's data are not here; says why."""
+def _mocks(arguments: MegatronArguments, launched: Launched, notes: list[str]) -> bool:
+    """Whether the job's data are not here, or not to be read; says why."""
     if arguments.mock_data:
         return True
     try:
-        data_of(arguments, [], RunSettings())
+        if not arguments.sft:
+            data_of(arguments, [], RunSettings())
+        elif launched.is_log:
+            raise ValueError("conversations that a log names are not tokenized; give the run's command")
+        elif missing := [name for name in names_of(arguments) if not os.path.exists(name)]:  # ranks tokenize them
+            raise ValueError(f"{missing[0]} does not exist")
     except (ValueError, OSError) as error:
-        notes.append(f"Mock data, since the job's are not here: {files.printable(str(error).split(';')[0])}.")
+        notes.append(f"Mock data, since the job's are not read here: {files.printable(str(error).split(';')[0])}.")
         return True
     return False
 

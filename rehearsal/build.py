@@ -1,16 +1,15 @@
 """Builds the stand-in for CUDA and NCCL (`native/`) for the torch that is installed."""
 
-import contextlib
 import hashlib
 import importlib.util
 import os
 import re
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
-CACHE = Path.home() / ".cache" / "megatron_wlb"
 LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cpu", "torch_cuda_linalg")
 """Torch's libraries whose calls into CUDA and NCCL are stood in for."""
 STANDS_IN = re.compile(r"(__)?cuda[A-Z]|cu[A-Z]|nvrtc|nccl[A-Z]|cublas")
@@ -26,7 +25,7 @@ NOTHING = re.compile(
 def library() -> Path:
     """Return the folder with the stand-in, built on first use; its files are named as the driver's libraries.
 
-    Raises ValueError, with the remedy, if torch is not a build for CUDA, or without a compiler.
+    Raises ValueError, with the remedy, if torch is not a build for CUDA, without a compiler, and as `_cache`.
     """
     torch, include = _torch(), _include("cuda_runtime_api.h")
     sources = sorted(SOURCES.rglob("*.[ch]*"))
@@ -35,13 +34,13 @@ def library() -> Path:
         named.update(path.read_bytes())
     for path in transformer_engine():
         named.update(f"{path} {path.stat().st_size}".encode())
-    folder = CACHE / f"rehearsal-{named.hexdigest()[:16]}"
+    cache = _cache()
+    folder = cache / f"rehearsal-{named.hexdigest()[:16]}"
     if folder.is_dir():
         return folder
-    CACHE.mkdir(parents=True, exist_ok=True)
     nccl = re.search(r"define NCCL_VERSION_CODE (\d+)", (_include("nccl.h") / "nccl.h").read_text())
     assert nccl is not None
-    with tempfile.TemporaryDirectory(dir=CACHE) as built:
+    with tempfile.TemporaryDirectory(dir=cache) as built:
         flags = [f"-I{SOURCES}", f"-I{include}", f"-DNCCL_VERSION={nccl[1]}"]
         objects = [_compile(path, Path(built), flags) for path in sources if path.suffix == ".cpp"]
         of_torch = [path for name in LIBRARIES if (path := torch / "lib" / f"lib{name}.so").exists()]
@@ -60,8 +59,35 @@ def library() -> Path:
         made.mkdir()
         _run("g++", "-shared", "-o", str(made / "libcuda.so.1"), *map(str, objects))
         (made / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
-        with contextlib.suppress(FileExistsError):  # another process was faster
+        try:
             made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    return folder
+
+
+def _cache() -> Path:
+    """Return the folder of what is built, made if need be.
+
+    What lies there runs. Raises ValueError if others may write there, or if the loader cannot take its name.
+    """
+    home, remedy = os.environ.get("XDG_CACHE_HOME", ""), "give a folder of your own as XDG_CACHE_HOME"
+    try:
+        folder = (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "megatron_wlb"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # without a home
+        raise ValueError(f"no folder for the stand-in for CUDA ({error}); {remedy}") from None
+    folder = folder.resolve()
+    if re.search(r"[\s:;]", str(folder)):
+        raise ValueError(f"{folder} has a blank, colon or semicolon, at which LD_PRELOAD is cut; {remedy}")
+    if folder.stat().st_uid != os.geteuid():
+        raise ValueError(f"{folder} is another user's, and what lies there would run; {remedy}")
+    folder.chmod(0o700)
+    for each in folder.parents:
+        mode = each.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise ValueError(f"all may write in {each}, and what lies in {folder} would run; {remedy}")
     return folder
 
 

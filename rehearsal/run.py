@@ -52,7 +52,7 @@ def matched(p: Parallel) -> list[int]:
 
 def _ranks(p: Parallel, tp: Iterable[int], dp: Iterable[int], cp: Iterable[int]) -> list[int]:
     kinds = itertools.product(range(p.pp), dp, cp, tp)
-    return sorted(((s * p.dp + d) * p.cp + c) * p.tp + t for s, d, c, t in kinds)
+    return sorted(p.rank(*kind) for kind in kinds)
 
 
 def rehearse(
@@ -91,7 +91,8 @@ def _run(
     environment |= {"LD_PRELOAD": cuda, "LD_LIBRARY_PATH": str(library()), "CUDNN_FRONTEND_CUDART_LIB_NAME": cuda}
     given = folder / "task.json"
     given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, ranks=ranks, folder=str(folder))))
-    command = [sys.executable, "-m", "rehearsal.worker", str(given)]
+    # -P: nothing that happens to lie in this folder is imported.
+    command = [sys.executable, "-P", "-m", "rehearsal.worker", str(given)]
     options: Any = {"text": True, "env": environment, "start_new_session": True}
     done = dict.fromkeys(ranks, 0)
     with (
@@ -147,6 +148,7 @@ def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "weights": result["weights"],
         "passes": result["passes"],
+        "left_out": result.get("left_out", []),
     }
 
 

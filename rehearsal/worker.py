@@ -24,15 +24,20 @@ import numpy as np
 
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.simulate import memory
+from rehearsal import allowed
 from rehearsal.task import Gpu, Task
 
-_OWN = ("rank", "local_rank", "world_size")
-"""Arguments of a log that are of the rank that wrote it."""
 _DATA = "data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path".split()
 _UNSET = (
     "save load pretrained_checkpoint save_interval tensorboard_dir wandb_project tokenizer_model train_samples "
-    "lr_decay_samples lr_decay_iters lr_warmup_fraction exit_duration_in_mins exit_interval"
+    "lr_decay_samples lr_decay_iters lr_warmup_fraction exit_duration_in_mins exit_interval logits_save_dir "
+    "non_persistent_save_interval save_activations_interval save_dgrads_interval save_wgrads_interval"
 ).split()
+_OFF = (
+    "exit_signal_handler check_for_nan_in_loss_and_grad log_throughput record_memory_history profile log_progress "
+    "log_straggler run_workload_inspector_server enable_one_logger adlr_autoresume use_cpu_initialization"
+).split()
+"""Switches whose files, addresses or values a rehearsal does not have."""
 NORM = 2.0
 """The gradient norm: values are those of memory that nothing wrote to, and upstream takes a root of them."""
 
@@ -86,11 +91,14 @@ def main() -> None:
     os.environ |= {"WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHDYNAMO_DISABLE": "1"}
     os.environ["UB_SKIPMC"] = "1"  # TransformerEngine's user buffers without multicast
+    caches = ("TMPDIR", "TRITON_HOME", "HF_MODULES_CACHE", "HF_DATASETS_CACHE", "MPLCONFIGDIR")
+    os.environ |= {"HF_HUB_OFFLINE": "1"} | dict.fromkeys(caches, task.folder)
+    allowed.confine(task.folder)
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         apex: Any = ModuleType("fused_weight_gradient_mlp_cuda")  # of which upstream's layers call two functions
         apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = lambda x, gradient, weight_gradient: None
         sys.modules[apex.__name__] = apex
-    if os.path.isfile(task.script[-1]):  # a checkout's own megatron comes first
+    if os.path.isfile(task.script[-1]) and not task.stated:  # as torchrun has it; a checkout's own megatron comes first
         sys.path.insert(0, os.path.dirname(os.path.abspath(task.script[-1])))
     watch = Watch(task.gpu)
 
@@ -210,12 +218,19 @@ class Run:
             runpy.run_path(first, run_name="__main__")
 
     def _parsing(self, original: Any) -> Any:
-        def parse_args(*args: Any, **kwargs: Any) -> Namespace:
-            options: Namespace = original(*args, **kwargs)
-            for name, value in self._task.stated.items():
-                if name not in _OWN and hasattr(options, name) and str(value) != str(getattr(options, name)):
-                    setattr(options, name, value)
-            for name, value in self._changes().items():
+        def parse_args(extra_args_provider: Any = None, *rest: Any) -> Namespace:
+            parsers = []
+
+            def provider(parser: Any) -> Any:
+                parsers.append(extra_args_provider(parser) if extra_args_provider else parser)
+                return parsers[0]
+
+            options: Namespace = original(provider, *rest)
+            taken, left_out = allowed.of_log(self._task.stated, options, parsers[0])
+            vars(options).update(taken)
+            changes = self._changes(options)
+            self.result["left_out"] = sorted({*left_out} - changes.keys())
+            for name, value in changes.items():
                 if not hasattr(options, name):
                     raise RuntimeError(f"this megatron-core has no argument {name}; adapt rehearsal")
                 setattr(options, name, value)
@@ -224,12 +239,19 @@ class Run:
 
         return parse_args
 
-    def _changes(self) -> dict[str, Any]:
+    def _changes(self, options: Namespace) -> dict[str, Any]:
         """Arguments that differ from the job's: fewer steps, nothing written, nothing that reads values."""
+        tokenizes = options.sft and not self._task.mock_data
         changes: dict[str, Any] = dict.fromkeys(_UNSET)
         changes |= {"train_iters": self._task.steps, "lr_warmup_samples": 0, "lr_warmup_iters": 0, "eval_iters": 0}
-        changes |= {"tokenizer_type": "NullTokenizer", "vocab_size": self._task.vocab_size, "rerun_mode": "disabled"}
-        changes |= dict.fromkeys(("exit_signal_handler", "check_for_nan_in_loss_and_grad", "log_throughput"), False)
+        changes |= {"vocab_size": self._task.vocab_size, "rerun_mode": "disabled", "data_cache_path": self._task.folder}
+        if tokenizes:
+            del changes["tokenizer_model"]
+        else:
+            changes |= {"tokenizer_type": "NullTokenizer", "sft": False}
+        changes |= dict.fromkeys(_OFF, False) | {"config_logger_dir": ""}
+        if options.transformer_impl == "local":
+            changes["apply_rope_fusion"] = False  # TransformerEngine's
         if self._task.wlb:
             changes["wlb_log"] = None
         if self._task.mock_data:

@@ -139,6 +139,7 @@ class MegatronArguments:
     decoder_first_pipeline_num_layers: int | None = _size("layout", least=0, most=1 << 12)
     decoder_last_pipeline_num_layers: int | None = _size("layout", least=0, most=1 << 12)
     pipeline_model_parallel_layout: str | None = _other("layout", "such as Et*3|(tt|)*2L")
+    use_tp_pp_dp_mapping: bool = _other("layout", "stages are neighbours, not data-parallel ranks", default=False)
     overlap_p2p_comm: bool = _other("layout", default=True)
     tp_comm_overlap: bool = _other("layout", default=False)
     recompute_activations: bool = _other("memory", "as --recompute-granularity selective", default=False)
@@ -377,6 +378,7 @@ def parallel_of(a: MegatronArguments) -> Parallel:
         sequence_parallel=a.sequence_parallel,
         group_size=a.microbatch_group_size_per_vp_stage,
         split=split,
+        stages_before_dp=a.use_tp_pp_dp_mapping,
     )
 
 

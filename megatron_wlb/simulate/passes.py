@@ -129,7 +129,7 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     return Passes(
         forward=forward,
         backward=backward,
-        transfer=network.point_to_point(row_bytes / tp, Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)),
+        transfer=network.point_to_point(row_bytes / tp, Group(size=job.parallel.pp, stride=job.parallel.stage_stride)),
         layers=(mean[0], mean[1]),
         rows=tokens,
         expert_wait=np.zeros((2, *forward.shape)),

@@ -170,9 +170,11 @@ def alike_time(job: Job, passes: Sequence[Passes]) -> float:
 
 def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return us of gradients, optimizer and parameters, float64 [stages] each."""
-    weights = stage_weights(job) / job.parallel.tp
-    group = Group(size=job.parallel.dp * job.parallel.cp, stride=job.parallel.tp)
-    collective, exposed = job.profile.network.collective, 1 - job.profile.dp_overlap
+    p, network = job.parallel, job.profile.network
+    weights = stage_weights(job) / p.tp
+    between = min(p.pp, max(1, network.gpus_per_node // (p.tp * p.cp))) if p.stages_before_dp else 1  # stages in a node
+    group = Group(size=p.dp * p.cp, stride=p.tp * between)
+    collective, exposed = network.collective, 1 - job.profile.dp_overlap
     reduce = collective("reduce_scatter", weights * FP32, group) * exposed
     gather = collective("all_gather", weights * job.bytes_per_value, group) * exposed
     return reduce, weights / group.size * ADAM_BYTES / job.profile.memory_gb_per_s / 1e3, gather

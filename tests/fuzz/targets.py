@@ -6,6 +6,7 @@ A reader refuses by ValueError or OSError; every other exception is a finding, `
 import argparse
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,15 @@ import numpy as np
 from benchmarks.fixed import FixedPacking
 from megatron_wlb.cli import compare
 from megatron_wlb.cli.job import add_job_flags, run_of
+from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.hardware import profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import state
-from megatron_wlb.plan.dataset import check_index, read_index, read_lengths
+from megatron_wlb.plan.dataset import check_index, doubts, read_index, read_lengths
 from megatron_wlb.plan.packer import Packer
+from rehearsal.__main__ import task_of
+from rehearsal.allowed import FREE, of_log
 from tests import jobs
 from tests.jobs import job
 
@@ -61,6 +65,7 @@ def _index(data: bytes, folder: Path) -> None:
     lengths = read_lengths(str(folder / "data"))
     index = read_index(str(folder / "data"))
     check_index(str(folder / "data"))  # refuses nothing that is sound
+    doubts(str(folder / "data"))
     require(np.array_equal(lengths, index.lengths), "both readers see the same documents")
     require((lengths >= 0).all(), "no document has a negative length")
     for begin, count in zip(index.pointers.tolist(), lengths.tolist(), strict=True):
@@ -133,10 +138,32 @@ def _log(data: bytes, folder: Path) -> None:
     require(job.parallel.num_gpus == run.arguments.world_size, "so has its job")
 
 
+@functools.cache
+def _upstreams() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_wlb_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+
+
+def _rehearsal(data: bytes, folder: Path) -> None:
+    """What a rehearsal takes of this log: no text but what flags choose from, and what is parsed as words."""
+    (folder / "train.log").write_bytes(data)
+    args = argparse.Namespace(log=str(folder / "train.log"), gpu="h100", gpu_memory=None, steps=1)
+    task, *_ = task_of(args, [], [])
+    parser = _upstreams()
+    taken, _ = of_log(task.stated, parser.parse_args([]), parser)
+    chosen = {name for action in parser._actions for name in (action.choices or ())}
+    for name, value in taken.items():
+        words = [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, str)]
+        free = name in FREE or name.startswith("wlb_") or chosen.issuperset(words)
+        require(free and not re.search("path$|dir$|file$|spec$|_log$", name), f"{name} {value!r} is taken")
+
+
 TARGETS = {
     "index": Target(read=_index, is_text=False),
     "state": Target(read=_state, seeds=_state_seeds),
     "step_log": Target(read=_step_log),
     "profile": Target(read=_profile, seeds=_profile_seeds),
     "log": Target(read=_log),
+    "rehearsal": Target(read=_rehearsal),
 }

@@ -5,12 +5,14 @@ the process is laid to the input that ran. `tests/plan/test_sanitizers.py` has t
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
 import re
 import resource
 import signal
+import socket
 import sys
 from pathlib import Path
 from random import Random
@@ -77,11 +79,17 @@ def _child(target: Target, inputs: list[bytes], mutations: int, folder: Path) ->
         target.read(inputs[0], folder)  # imports what is imported late, before anything is confined
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    known = {name.partition(".")[0] for name in (*sys.stdlib_module_names, *sys.modules)}
     strays, writes = [], os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
     def watch(event: str, arguments: tuple) -> None:
         opened = event == "open" and (arguments[2] or 0) & writes and isinstance(arguments[0], str | os.PathLike)
-        if event.startswith(FORBIDDEN) or (opened and not Path(os.path.abspath(arguments[0])).is_relative_to(folder)):
+        strange = event == "import" and arguments[0].partition(".")[0] not in known
+        if (
+            event.startswith(FORBIDDEN)
+            or strange
+            or (opened and not Path(os.path.abspath(arguments[0])).is_relative_to(folder))
+        ):
             strays.append(f"{event} {arguments}"[:300])
 
     sys.addaudithook(watch)
@@ -108,10 +116,17 @@ def test_a_reader_refuses_or_reads_whatever_it_gets(name, tmp_path):
     assert "accepted" in kinds and len(kinds) >= 3
 
 
+def import_if_there(name):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+
+
 WRONG = {
     "ended it with -9": lambda folder: os.kill(os.getpid(), signal.SIGKILL),
     "memory": lambda folder: bytearray(2 * MEMORY_BYTES),
     "a file elsewhere": lambda folder: (folder.parent / "elsewhere").write_text("x"),
+    "a module": lambda folder: import_if_there("of_nobody"),
+    "a name of a host": lambda folder: socket.getaddrinfo("localhost", 80),
     "a class of a pickle": lambda folder: pickle.loads(pickle.dumps(Path("x"))),
     "an invariant": lambda folder: require(False, "an invariant"),
 }

@@ -17,6 +17,7 @@ from rehearsal.__main__ import main
 from rehearsal.build import library, transformer_engine
 from rehearsal.match import match
 from rehearsal.record import Kind
+from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.datasets import write_dataset
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA build")
@@ -44,7 +45,13 @@ def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "match", lambda given, one_queue: programs.append(given) or match(given, one_queue))
     (log := tmp_path / "log").write_text("of the run\n")
     words = ["--ranks", "all", "--steps", "4", "--html", str(tmp_path / "rehearsal.html")]
-    found = rehearse(tmp_path, *words, job=[*JOB, "--wlb-log", str(log)])
+    # Of this folder nothing is imported, and in it nothing is written.
+    (here := tmp_path / "here").mkdir()
+    (here / "msgspec.py").write_text("raise SystemExit('shadow')")
+    monkeypatch.chdir(here)
+    writes = ["--wlb-log", str(log), "--record-memory-history", "--config-logger-dir", str(here), "--log-progress"]
+    found = rehearse(tmp_path, *words, job=[*JOB, *writes])
+    assert [each.name for each in here.iterdir()] == ["msgspec.py"]
     assert found["verdict"] == "fits" and found["nccl"] == []
     first = found["ranks"][0]
     for rank in found["ranks"]:
@@ -91,6 +98,27 @@ def test_a_plain_job_runs_its_own_script_with_its_own_data(tmp_path):
     assert main(["--gpu", "h100", "--", *refused]) == 2
 
 
+def test_conversations_are_tokenized_for_a_rehearsal_alone(tmp_path, monkeypatch):
+    """By the job's own tokenizer, in a folder that goes with it."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = write_chats(tmp_path / "chats.jsonl", [conversation([5, 300, 30], i) for i in range(80)])
+    sft = ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", write_tokenizer(tmp_path / "tokenizer")]
+    sft += ["--sft-tokenizer-prompt-format", "nemotron-nano-v2", "--data-path", path, "--split", "100,0,0"]
+    job = [word for word in JOB if word != "--mock-data"]
+    before = {*tmp_path.rglob("*")}
+    found = rehearse(tmp_path, "--ranks", "0,3", "--steps", "2", job=[*job, *sft, "--eval-iters", "0"])
+    assert found["verdict"] == "fits" and found["ranks"][0]["steps"][0]["tokens"] != [4096] * 4
+    assert {*tmp_path.rglob("*")} - before == {tmp_path / "rehearsal.json"}
+
+
+def test_stages_may_be_numbered_before_data_parallel_ranks(tmp_path):
+    """Each rank's memory is then predicted for its own stage."""
+    job = [*JOB, "--use-tp-pp-dp-mapping"]
+    job[job.index("--nproc-per-node") + 1] = "8"
+    found = rehearse(tmp_path, "--steps", "2", job=job)
+    assert found["verdict"] == "fits" and [rank["rank"] for rank in found["ranks"]] == [0, 2, 4, 6]
+
+
 def test_experts_take_even_shares_of_what_every_rank_has(tmp_path):
     """Ranks that divide experts send each other by the rows of both; recomputed layers as in their first pass."""
     job = [*JOB, "--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"]
@@ -105,8 +133,15 @@ def test_experts_take_even_shares_of_what_every_rank_has(tmp_path):
     assert all(rank["nccl"]["send of 2"]["bytes"] > 0 for rank in found["ranks"])
 
 
-def test_a_job_of_a_log_that_is_too_large_is_told_with_its_rank(tmp_path):
+def test_a_job_of_a_log_that_is_too_large_is_told_with_its_rank(tmp_path, monkeypatch):
     stated = {"world_size": 4, "wlb_memory_budget": 40}  # or planning would refuse it
+    (tmp_path / "evil.py").write_text("open('ran', 'w')\nx = None\n")
+    monkeypatch.chdir(tmp_path)
+    hostile = {"spec": ["evil", "x"], "record_memory_history": True, "memory_snapshot_path": "ran", "wlb_log": "ran"}
+    hostile |= {"config_logger_dir": "ran", "tensorboard_dir": "ran", "nccl_communicator_config_path": "ran"}
+    stated |= hostile
+    # As upstream prints what it has derived.
+    stated |= {"exp_avg_dtype": "torch.float32", "start_weight_decay": 0.01, "tensor_parallel_num_weight_shards": 2}
     words = iter(JOB[4:])
     for word in words:
         name, value = word[2:].replace("-", "_"), True
@@ -126,6 +161,8 @@ def test_a_job_of_a_log_that_is_too_large_is_told_with_its_rank(tmp_path):
     assert found["verdict"] == "does not fit"
     assert "rank 3" in found["remedy"] and "--wlb-max-tokens" in found["remedy"]
     assert found["ranks"][0]["reserved_gib"] <= 0.25
+    assert {"spec", "memory_snapshot_path", "nccl_communicator_config_path"} <= {*found["ranks"][0]["left_out"]}
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_job_that_fits_does_so_also_where_memory_is_predicted_wrong():

@@ -1,0 +1,101 @@
+"""What a rehearsal may do: take these arguments from a log, and write in a folder of its own alone."""
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from megatron_wlb.describe.flags import PlanSettings, RunSettings
+from megatron_wlb.describe.megatron import MegatronArguments
+from megatron_wlb.hardware.profile import FLOPS_PROFILE, shipped_profiles
+from megatron_wlb.job import Sharding
+from megatron_wlb.packing import POLICIES
+
+HARMLESS = """accumulate_allreduce_grads_in_fp32 add_position_embedding align_grad_reduce bias_gelu_fusion
+bias_swiglu_fusion create_all_gather_group create_attention_mask_in_dataloader dataloader_inter_document_masking
+dataloader_type ddp_average_in_collective ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw
+ddp_reduce_scatter_with_fp32_accumulation disable_jit_fuser empty_unused_memory_level enable_experimental
+eod_mask_loss eval_global_batch_size eval_interval eval_micro_batch_size grad_reduce_in_bf16
+init_method_xavier_uniform log_interval lr_decay_style manual_gc manual_gc_interval max_position_embeddings
+mmap_bin_files no_persist_layer_norm num_workers openai_gelu quick_geglu relative_attention_max_distance
+relative_attention_num_buckets reset_attention_mask reset_position_ids rotary_seq_len_interpolation_factor squared_relu
+te_rng_tracker torch_fsdp2_reshard_after_forward untie_embeddings_and_output_weights use_flash_attn
+use_gloo_process_groups use_layer_wise_param_layout use_rope_scaling use_rotary_position_embeddings use_torch_fsdp2
+wlb yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int yarn_original_max_position_embeddings""".split()
+"""Arguments that neither `MegatronArguments`, settings nor upstream's configurations of a model or optimizer have."""
+FREE = """data_path train_data_path data_args_path per_split_data_args_path split cp_comm_type offload_modules
+pipeline_model_parallel_layout recompute_modules wlb_packing""".split()
+"""Arguments whose words are parsed, or name datasets, which are only read."""
+_DERIVED = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
+"""Arguments that a log has where nobody gave them, and that --wlb refuses where somebody does."""
+_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
+_CHANGES = {
+    **dict.fromkeys("os.mkdir os.remove os.rmdir os.truncate os.chmod os.chown os.utime os.setxattr".split(), 1),
+    **dict.fromkeys("os.rename os.link os.symlink".split(), 2),
+}
+"""Audit events that change files, and how many of their arguments name some."""
+_CALLS = {f"socket.{name}" for name in "connect bind sendto sendmsg getaddrinfo gethostbyname".split()}
+
+
+def of_log(
+    stated: Mapping[str, Any], options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of a log that differ from `options` and may be taken, and the names of others.
+
+    A log may come from anybody. Known arguments are taken, as numbers, switches and what their flags in `parser` have
+    to choose from: none names a module, an address or a file but the data's.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.training.models.gpt import GPTModelConfig
+
+    upstream = (MLATransformerConfig, GPTModelConfig, OptimizerConfig, DistributedDataParallelConfig)
+    settings = (PlanSettings, RunSettings, Sharding, *POLICIES.values())  # which check their words themselves
+    free = {f"wlb_{f.name}" for kind in settings for f in fields(kind)} - {"wlb_log", "wlb_profile"} | {*FREE}
+    known = {f.name for kind in (MegatronArguments, *upstream) for f in fields(kind)} - {*_DERIVED}
+    known |= free | {*HARMLESS, "wlb_profile"}
+    choices: dict[str, dict[str, Any]] = {}
+    for action in parser._actions:
+        choices.setdefault(action.dest, {}).update({str(each): each for each in action.choices or ()})
+    choices["wlb_profile"] = {name: name for name in (*shipped_profiles(), FLOPS_PROFILE.name)}
+    taken, left_out = {}, []
+    for name, value in stated.items():
+        if not hasattr(options, name) or str(value) == str(getattr(options, name)):
+            continue
+        try:
+            if name not in known:
+                raise KeyError(name)
+            taken[name] = _harmless(value, choices[name], free=name in free)
+        except KeyError:
+            left_out.append(name)
+    return taken, left_out
+
+
+def _harmless(value: Any, choices: Mapping[str, Any], *, free: bool) -> Any:
+    """Return an argument's value. Raises KeyError for text that its flag does not have to choose from."""
+    if isinstance(value, list | tuple):
+        return type(value)(_harmless(each, choices, free=free) for each in value)
+    if free or value is None or isinstance(value, bool | int | float):
+        return value
+    return choices[str(value)] if str(value) in choices else choices[_DTYPES[str(value)]]
+
+
+def confine(folder: str) -> None:
+    """From here on, let this process change files in `folder` alone, and ask nobody: else raise PermissionError."""
+    writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+    def watch(event: str, given: tuple[Any, ...]) -> None:
+        if event in _CALLS and (event.startswith("socket.get") or isinstance(given[1], tuple)):  # text: of this machine
+            raise PermissionError(errno.EACCES, f"a rehearsal asks nobody, and {event} would be called")
+        count = ((given[2] or 0) & writes != 0) if event == "open" else _CHANGES.get(event, 0)
+        for path in given[:count]:
+            if isinstance(path, str | bytes | os.PathLike):
+                name = os.path.abspath(os.fsdecode(path))
+                if not name.startswith((folder + os.sep, os.devnull)):
+                    raise PermissionError(errno.EACCES, "a rehearsal leaves the run's files alone, so not", name)
+
+    sys.addaudithook(watch)

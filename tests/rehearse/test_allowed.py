@@ -1,0 +1,172 @@
+"""What a log may set in a rehearsal, what a rehearsal may write, and where what it loads may lie."""
+
+import argparse
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.job import Parallel
+from rehearsal import build
+from rehearsal.allowed import of_log
+from rehearsal.run import chosen, matched
+
+HOSTILE = {
+    **{"spec": ["evil", "x"], "record_memory_history": True, "memory_snapshot_path": "victim", "wlb_log": "victim"},
+    **{"config_logger_dir": "victim", "data_cache_path": "victim", "tokenizer_model": "some/one", "save": "victim"},
+    **{"tensorboard_dir": "victim", "trust_remote_code": True, "fp8_quantizer_factory": "evil.x", "yaml_cfg": "victim"},
+    **{"tp_comm_overlap_cfg": "victim", "run_workload_inspector_server": True, "wlb_profile": "victim", "load": "x"},
+    **{"normalization": "evil", "moe_router_load_balancing_type": ["aux_loss", "evil"], "num_layers": "evil"},
+    **{"tensor_parallel_num_weight_shards": 2},
+}
+HARMLESS = {
+    **{"num_layers": 4, "normalization": "RMSNorm", "add_bias_linear": False, "lr": 0.25, "data_path": ["1", "x"]},
+    **{"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "wlb_max_tokens": "auto", "wlb": True},
+    **{"wlb_packing": "original", "wlb_profile": "h100-fa2", "untie_embeddings_and_output_weights": True},
+}
+
+
+@pytest.fixture(scope="module")
+def parser():
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_wlb_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+
+
+def test_a_log_sets_known_arguments_and_none_that_names_a_file_a_module_or_an_address(parser):
+    options = parser.parse_args([])
+    assert of_log(HOSTILE, options, parser) == ({}, [*HOSTILE])
+    assert of_log(HARMLESS, options, parser) == (HARMLESS, [])
+    assert of_log(vars(options) | {"world_size": 4, "of_no_release": 3}, options, parser) == ({}, [])
+    taken, left_out = of_log(
+        {"attention_backend": "AttnBackend.flash", "exp_avg_dtype": "torch.bfloat16"}, options, parser
+    )
+    assert (taken["attention_backend"].name, taken["exp_avg_dtype"], left_out) == ("flash", "bf16", [])
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("open(own + '/a/b', 'w').write('x'); os.replace(own + '/a/b', own + '/c'); print(open(other).read())", ""),
+        ("subprocess.run(['true'], stdout=subprocess.DEVNULL, check=True)", ""),
+        ("open(other, 'a')", "leaves the run's files alone"),
+        ("os.open(other, os.O_RDWR)", "leaves the run's files alone"),
+        ("os.mkdir(other + '.d')", "leaves the run's files alone"),
+        ("os.replace(own + '/a', other)", "leaves the run's files alone"),
+        ("os.remove(other)", "leaves the run's files alone"),
+        ("os.truncate(other, 0)", "leaves the run's files alone"),
+        ("os.symlink(own, other + '.l')", "leaves the run's files alone"),
+        ("socket.create_connection(('localhost', 9))", "asks nobody"),
+        ("socket.socket().bind(('127.0.0.1', 0))", "asks nobody"),
+        ("socket.getaddrinfo('example.invalid', 80)", "asks nobody"),
+    ],
+)
+def test_a_rehearsal_writes_in_its_own_folder_alone_and_asks_nobody(code, said, tmp_path):
+    own, other = tmp_path / "own", tmp_path / "ownother"
+    (own / "a").mkdir(parents=True)
+    other.write_text("precious")
+    program = f"""
+import os, socket, subprocess
+from rehearsal.allowed import confine
+own, other = {str(own)!r}, {str(other)!r}
+confine(own)
+{code}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (not said), done.stderr
+    assert not said or re.search(f"PermissionError: .*{said}", done.stderr.splitlines()[-1])
+    assert other.read_text() == "precious" and {each.name for each in tmp_path.iterdir()} == {"own", "ownother"}
+
+
+def test_what_is_built_lies_where_nobody_else_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert build._cache() == tmp_path / "home" / ".cache" / "megatron_wlb"
+    folder = tmp_path / "xdg" / "megatron_wlb"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build._cache() == folder and folder.stat().st_mode & 0o777 == 0o700
+    folder.parent.chmod(0o777)
+    with pytest.raises(
+        ValueError, match=f"all may write in {folder.parent}, and what lies in {folder} would run; give"
+    ):
+        build._cache()
+    folder.parent.chmod(0o1777)  # as /tmp is
+    build._cache()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ValueError, match="another user's, and what lies there would run; give a folder of your own as"):
+        build._cache()
+    for name in ("a b", "a:b"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        with pytest.raises(ValueError, match="has a blank, colon or semicolon, at which LD_PRELOAD is cut; give a"):
+            build._cache()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home")))
+    with pytest.raises(
+        ValueError, match=r"no folder for the stand-in for CUDA \(Could not determine home\); give a fol"
+    ):
+        build._cache()
+
+
+def test_of_two_first_rehearsals_the_slower_takes_what_the_faster_built(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_torch", lambda: Path(sys.modules["torch"].__file__).parent)
+    (tmp_path / "nccl.h").write_text("#define NCCL_VERSION_CODE 22800")
+    monkeypatch.setattr(build, "_include", lambda header: tmp_path)
+    monkeypatch.setattr(build, "_run", lambda *command: "")
+    rename = Path.rename
+
+    def second(made, folder):
+        (folder / "by the faster").mkdir(parents=True)
+        rename(made, folder)
+
+    monkeypatch.setattr(Path, "rename", second)
+    found = build.library()
+    assert [each.name for each in found.iterdir()] == ["by the faster"]
+
+    def refused(made, folder):
+        raise OSError(errno.EACCES, "no", str(folder))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    monkeypatch.setattr(build, "NOTHING", re.compile("another"))
+    (found / "by the faster").rmdir()
+    found.rmdir()
+    with pytest.raises(OSError, match="no"):
+        build.library()
+
+
+def test_stages_may_be_numbered_before_data_parallel_ranks():
+    job = Parallel(tp=2, pp=2, dp=3, stages_before_dp=True)
+    assert chosen(job) == [0, 2, 8, 10] and matched(job) == [*range(12)]
+    assert [job.rank(stage, 1, 0, 1) for stage in (0, 1)] == [5, 7] and job.stage_stride == 2
+    assert chosen(Parallel(tp=2, pp=2, dp=3)) == [0, 4, 6, 10]
+
+
+def test_conversations_of_a_log_are_not_read(tmp_path, capsys):
+    """Nor is a tokenizer fetched; both are if the user gives them."""
+    stated = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "world_size": 1,
+        "seq_length": 64,
+        "sft": True,
+    }
+    stated |= {"data_path": "['chats.jsonl']", "tokenizer_model": "some/one", "tokenizer_type": "SFTTokenizer"}
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in stated.items()]
+    log = tmp_path / "log"
+    log.write_text("\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 20}"]))
+    for words in ((), ("--data-path", "chats.jsonl"), ("--tokenizer-model", "here")):
+        assert main(["analyze", str(log), "--vocab-size", "9", *words]) == 2
+        assert (
+            "neither reads conversations nor fetches a tokenizer; give --data-path and --token"
+            in capsys.readouterr().err
+        )
