@@ -37,7 +37,7 @@ COPY pyproject.toml setup.py README.md LICENSE megatron_wlb_hook.py megatron_wlb
 COPY csrc csrc
 COPY megatron_wlb megatron_wlb
 COPY rehearsal rehearsal
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . msgspec==0.22.0
 
 FROM ${BASE} AS train
 # Packages of a home that is mounted would come before the image's own.
