@@ -54,7 +54,7 @@ def test_an_unmodified_script_trains_as_ours_does(dataset):
         "--attention-dropout 0.0 instead of 0.1",
         "--dataloader-type external instead of single",
     ]
-    same = "> wlb: every step trains what Megatron's would, but for: no attention dropout; --wlb-packing paper trains "
+    same = "> wlb: every step trains what Megatron's would, but for: no attention dropout; --wlb-packing paper:96,160 "
     assert found.stdout.count(same) == 1
     theirs = steps(found)
     assert len(theirs) == 2

@@ -88,6 +88,7 @@ def test_the_log_is_what_compare_reads(run, tmp_path, capsys):
     assert rates == pytest.approx([1e3 * e["tokens"] / e["step_ms"] / 4 for e in entries])
     assert main(["compare", str(folder / "prints"), str(folder / "log"), "--skip", "2", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["loss_difference"] < 1e-6
+    capsys.readouterr()
     assert "and profile h100-fa2 is of NVIDIA H100" in refusal(capsys, "compare", str(folder / "log"), "--skip", "2")
 
 
