@@ -128,7 +128,7 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
         and (a.num_virtual_stages_per_pipeline_rank or a.num_layers_per_virtual_pipeline_stage)
     ),
     "--attention-backend {a.attention_backend} runs no packed documents; give auto, flash or fused": lambda a: (
-        str(a.attention_backend).rpartition(".")[2] in ("local", "unfused")
+        str(a.attention_backend).rpartition(".")[2] == "local"
     ),
     "--attention-dropout is {a.attention_dropout}; packed attention has none, give --attention-dropout 0": lambda a: (
         a.attention_dropout > 0

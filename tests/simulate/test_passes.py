@@ -29,7 +29,7 @@ def test_a_layer_is_products_traffic_and_attention():
     """One layer, one GPU, 8192 tokens; `tests/cost` has the first two by hand."""
     given = job(model=replace(SMALL, num_layers=1))
     times, tokens = pass_times(given, shards_of(given, [[5000, 3192]])), np.array([8192.0])
-    product, traffic = products(given, given.model.matrices, tokens), memory_bound(given, tokens)
+    product, traffic = products(given, given.model.matrices, tokens), memory_bound(given, "*", tokens)
     attention = [
         kernel.launch + 32 * (kernel.tile * (40 * 41 / 2 + 25 * 26 / 2) + kernel.query_tile * (40 + 25))
         for kernel in attention_kernels(given)
@@ -254,7 +254,7 @@ def test_tiles_overlap_by_themselves_and_cost_their_starts():
         for given in (job(tp=4), job(tp=4, tp_overlap=0.5, tp_tile_rows=8192))
     )
     assert tiled.tensor == pytest.approx(whole.tensor * (1 - 0.5 * 20480 / 20580))
-    starts = tiling(job(tp=4, tp_tile_rows=8192), np.array([20580.0]))
+    starts = tiling(job(tp=4, tp_tile_rows=8192), "*", np.array([20580.0]))
     assert tiled.linear - whole.linear == pytest.approx(starts[0])
     assert of_backward.linear - backward.linear == pytest.approx(starts[1])
     # Beyond a node there are no user buffers.
