@@ -31,7 +31,7 @@ if not torch.cuda.is_available() and "megatron.core" not in sys.modules:
 
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
-from megatron_wlb.adapter import compat, jobs
+from megatron_wlb.adapter import compat, jobs, legacy
 from megatron_wlb.describe.adapt import Changes, adapt
 from megatron_wlb.describe.flags import add_wlb_arguments, given_in
 from megatron_wlb.describe.refusals import REFUSED
@@ -73,6 +73,8 @@ class Judge:
         args = copy.deepcopy(plain)
         if getattr(plain, "model_type", None) not in (None, "gpt"):
             raise ValueError(f"--model-type {plain.model_type}: {REFUSED['is_hybrid_model']}")
+        if compat.upstream().passes_functions:
+            legacy.check(args)
         changes = adapt(args, given)
         jobs.check(args)
         args.dataloader_type = "external"

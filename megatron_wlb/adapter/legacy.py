@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_wlb.adapter import compat
-from megatron_wlb.describe.refusals import has_linear_layers
+from megatron_wlb.describe.refusals import dispatches, has_linear_layers
 
 
 def teach() -> None:
@@ -25,11 +25,16 @@ def teach() -> None:
 
 
 def check(args: Namespace) -> None:
-    """Raise ValueError for what only these versions train."""
+    """Raise ValueError for what only later versions do not know, or know how to serve."""
     if args.rampup_batch_size is not None:
         raise ValueError("--wlb: --rampup-batch-size is not planned, megatron-core 0.19 has dropped it; leave it out")
     if has_linear_layers(args):
         raise ValueError("--wlb trains linear layers with megatron-core 0.19 or later; install that, or leave it out")
+    if dispatches(args, "flex", "hybridep"):
+        raise ValueError(
+            "--wlb: --moe-flex-dispatcher-backend hybridep needs equal lengths on all ranks before megatron-core 0.19; "
+            "give deepep"
+        )
 
 
 def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], Any], one_line: Any) -> Any:

@@ -182,9 +182,20 @@ def test_dev_is_known_by_what_only_dev_has(monkeypatch):
         compat.check_version("0.19.0")
 
 
-def test_before_019_batches_that_ramp_up_are_refused():
-    with pytest.raises(ValueError, match="--rampup-batch-size is not planned.*; leave it out"):
-        legacy.check(Namespace(rampup_batch_size=["2", "2", "64"]))
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", None),
+        ("--rampup-batch-size 2 2 64", "--rampup-batch-size is not planned.*; leave it out"),
+        (
+            f"{MOE} flex --moe-flex-dispatcher-backend hybridep",
+            "hybridep needs equal lengths on all ranks before .*0.19; give deepep",
+        ),
+    ],
+)
+def test_what_is_refused_before_019(parse, flags, message):
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        legacy.check(parse(*flags.split()))
 
 
 def test_replacing_a_name_that_upstream_moved_fails():
