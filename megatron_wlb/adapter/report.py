@@ -124,9 +124,13 @@ class Report:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, upstream's step log and FLOP count go through this class."""
+<<<<<<< HEAD
         counted: tuple[str, ...] = ("args", "batch_size")
+=======
+        counted = ["args", "batch_size"]
+>>>>>>> 12964ca (mypy)
         if compat.upstream().counts_documents:
-            counted += ("seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
+            counted += ["seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"]
         with (
             compat.replaced(training, "training_log", self._logged, ("loss_dict", "total_loss_dict", "iteration")),
             compat.replaced(training, "num_floating_point_operations", self._counted, counted),
