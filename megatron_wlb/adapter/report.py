@@ -124,11 +124,7 @@ class Report:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, upstream's step log and FLOP count go through this class."""
-<<<<<<< HEAD
-        counted: tuple[str, ...] = ("args", "batch_size")
-=======
         counted = ["args", "batch_size"]
->>>>>>> 12964ca (mypy)
         if compat.upstream().counts_documents:
             counted += ["seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"]
         with (

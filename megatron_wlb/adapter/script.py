@@ -217,11 +217,7 @@ def _training(original: Any) -> Any:
         from megatron_wlb.adapter.training import Training
 
         bound = inspect.signature(original).bind(*args, **kwargs)
-<<<<<<< HEAD
         call: dict[str, Any] = bound.arguments
-=======
-        call = bound.arguments
->>>>>>> 12964ca (mypy)
         config: Any = call.get("cfg_container")
         model_provider, forward_step = call.get("model_provider"), call.get("forward_step_func")
 
