@@ -33,7 +33,8 @@ cmp "$work/patched/pretrain_gpt.py" "$checkout/pretrain_gpt.py"
 GIT_DIR=none git -C "$work/patched" apply "$patch"
 echo "== megatron-core $version: the patch applies and comes off again"
 
-python -c 'import pathlib, sys; from scripts.demo import run; run.make_data(pathlib.Path(sys.argv[1]), 512, 100_000)' "$work"
+python -c 'import pathlib, sys; from tests.adapter.datasets import write_dataset as write
+write(pathlib.Path(sys.argv[1]), seed=0, documents=900)' "$work/data"
 flags=(
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 512
     --max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
