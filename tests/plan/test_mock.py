@@ -40,7 +40,19 @@ def test_lengths_have_the_body_and_the_tail_of_the_flag():
     assert (first != second).any()
 
 
-@pytest.mark.parametrize("text", ["F3", "1,2,3", "7,0.8,1.5,100,1", "7,0.8,0.5,100,0", "nan,0.8,0.5,100,1", ""])
+def test_the_ends_of_what_a_distribution_may_be():
+    least, most = mock_lengths("-20,0,0,1,0.001"), mock_lengths(f"20,20,1,{1 << 30},100")
+    assert (least.minimum, most.minimum) == (1, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("F3", "1,2,3", "", "nan,0.8,0.5,100,1", "20.1,0.8,0.5,100,1", "-20.1,0.8,0.5,100,1", "7,-0.1,0.5,100,1"),
+        *("7,20.1,0.5,100,1", "7,0.8,-0.1,100,1", "7,0.8,1.1,100,1", "7,0.8,0.5,0.9,1", "7,0.8,0.5,1.1e9,1"),
+        *("7,0.8,0.5,100,0", "7,0.8,0.5,100,100.1"),
+    ],
+)
 def test_what_is_no_distribution_is_refused(text):
     with pytest.raises(ValueError, match="must be F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA: mean and"):
         mock_lengths(text)
