@@ -45,14 +45,11 @@ def test_the_ends_of_what_a_distribution_may_be():
     assert (least.minimum, most.minimum) == (1, 1 << 30)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("F3", "1,2,3", "", "nan,0.8,0.5,100,1", "20.1,0.8,0.5,100,1", "-20.1,0.8,0.5,100,1", "7,-0.1,0.5,100,1"),
-        *("7,20.1,0.5,100,1", "7,0.8,-0.1,100,1", "7,0.8,1.1,100,1", "7,0.8,0.5,0.9,1", "7,0.8,0.5,1.1e9,1"),
-        *("7,0.8,0.5,100,0", "7,0.8,0.5,100,100.1"),
-    ],
-)
+WRONG = """F3 1,2,3 nan,0.8,0.5,100,1 20.1,0.8,0.5,100,1 -20.1,0.8,0.5,100,1 7,-0.1,0.5,100,1 7,20.1,0.5,100,1
+7,0.8,-0.1,100,1 7,0.8,1.1,100,1 7,0.8,0.5,0.9,1 7,0.8,0.5,1.1e9,1 7,0.8,0.5,100,0 7,0.8,0.5,100,100.1"""
+
+
+@pytest.mark.parametrize("text", ["", *WRONG.split()])
 def test_what_is_no_distribution_is_refused(text):
     with pytest.raises(ValueError, match="must be F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA: mean and"):
         mock_lengths(text)
