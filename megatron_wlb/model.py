@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-FULL, WINDOWED, MLP = "*", "W", "-"
-"""Kinds of layers, and parts of them: attention to all of a document or in a window, an MLP or experts."""
-LINEAR = "GM"
-"""The others: gated delta nets and Mamba, whose states run along a document; both are a `Mixer`."""
+FULL, WINDOWED, MLP, EXPERTS, DELTA_NET, MAMBA = "*", "W", "-", "E", "G", "M"
+"""Kinds of layers, and parts of them: attention to all of a document or in a window, an MLP, experts, a gated delta
+net, Mamba."""
 
 
 MOST_CROSSOVER = 1 << 35
@@ -103,8 +102,10 @@ class ModelShape:
     """Kinds of the layers, over and over, a letter each; but for a hybrid model, an MLP or experts follow in each."""
     hybrid: bool = False
     """Layers are one part each, and MLPs layers of their own, as of `--hybrid-layer-pattern`."""
-    mixers: tuple[tuple[str, Mixer], ...] = ()
-    """Of the layers of `LINEAR`, by their kind."""
+    delta_net: Mixer | None = None
+    mamba: Mixer | None = None
+    dense_ffn_hidden_size: int = 0
+    """Of MLPs in a hybrid model that has experts, too; 0: `ffn_hidden_size`."""
     output_gate: bool = False
     """Queries are projected with a gate of their size (`--attention-output-gate`)."""
 
@@ -120,17 +121,20 @@ class ModelShape:
     def window_of(self, kind: str) -> int | None:
         return self.window if kind == WINDOWED else None
 
-    def mixer_of(self, kind: str) -> Mixer | None:
-        return dict(self.mixers).get(kind)
-
     def parts_of(self, kind: str) -> str:
         """Return the parts of a layer, a letter each."""
-        return kind if self.hybrid else kind + MLP
+        return kind if self.hybrid else kind + (EXPERTS if self.moe_router_topk else MLP)
+
+    def mixer_of(self, kind: str) -> Mixer | None:
+        return {DELTA_NET: self.delta_net, MAMBA: self.mamba}.get(kind)
+
+    def ffn_size_of(self, part: str) -> int:
+        return (part == MLP and self.dense_ffn_hidden_size) or self.ffn_hidden_size
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of attention; None: all of a document."""
-        return tuple(self.window_of(kind) for kind in self.kinds if kind in (FULL, WINDOWED))
+        return tuple(self.window_of(kind) for kind in self.kinds if kind in (FULL, WINDOWED)) or (None,)
 
     @property
     def widest(self) -> int | None:
@@ -215,10 +219,10 @@ class ModelShape:
             found = [Matrix("attention", *of_hidden, "rows" if of_latents else "outputs")]
             found += [Matrix("attention", *each, "outputs") for each in of_latents]
             return [*found, Matrix("attention", self.hidden_size, self.output_size, "inputs")]
-        name, copies = ("experts", self.moe_router_topk) if self.moe_router_topk else ("mlp", 1)
-        up = self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
-        into = Matrix(name, up, self.hidden_size, "outputs", copies)
-        return [into, Matrix(name, self.hidden_size, self.ffn_hidden_size, "inputs", copies)]
+        name, copies = ("experts", self.moe_router_topk) if part == EXPERTS else ("mlp", 1)
+        size = self.ffn_size_of(part)
+        into = Matrix(name, size * (2 if self.gated_linear_unit else 1), self.hidden_size, "outputs", copies)
+        return [into, Matrix(name, self.hidden_size, size, "inputs", copies)]
 
     @property
     def matrices(self) -> list[Matrix]:

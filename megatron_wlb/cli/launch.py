@@ -199,8 +199,6 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
             n for n in ("fp8_dot_product_attention",) if getattr(arguments, n)
         ],
         "Not simulated, and so without effect on these numbers: {}.": [n for n in strange if n not in refused],
-        "MLPs without experts count as experts ({}).": ["hybrid_layer_pattern"]
-        * ({"-", "E"} <= set(arguments.hybrid_layer_pattern or "")),
     }
     remarks = [text.format(" ".join(map(flag_of, names))) for text, names in said.items() if names]
     return Judged(

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
-from megatron_wlb.model import MLP, Matrix
+from megatron_wlb.model import EXPERTS, MLP, Matrix
 
 
 class Products(NamedTuple):
@@ -88,8 +88,8 @@ def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, n
     for part in model.parts_of(kind):
         # Reads and writes of a norm and a residual sum.
         values += 5 * model.hidden_size
-        if part == MLP:
-            values += model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+        if part in (MLP, EXPERTS):
+            values += model.ffn_size_of(part) * (3 if model.gated_linear_unit else 2)
             kernels += 3, 4
         elif mixer := model.mixer_of(part):
             # A convolution, a scan and a gated norm. Assumed: the scan takes as long as its memory.
@@ -104,9 +104,9 @@ def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, n
 
 
 def head_exchange(job: Job, kind: str, tokens: np.ndarray) -> np.ndarray:
-    """Return the time of the two all-to-alls by which a layer's rows go to the ranks of their heads and back, us.
+    """Return the time of the two all-to-alls by which a mixer's rows go to the ranks of their heads and back, us.
 
-    Nothing overlaps them. Rows are equally many on all context-parallel ranks.
+    Nothing overlaps them; 0 for other layers. Rows are equally many on all context-parallel ranks.
     """
     parallel, mixer = job.parallel, job.model.mixer_of(kind)
     if mixer is None or parallel.cp == 1:

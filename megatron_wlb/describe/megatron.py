@@ -13,7 +13,18 @@ import msgspec
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import MAX_TOKENS, NUM_TILES, Job, Parallel, Recompute
-from megatron_wlb.model import FULL, LINEAR, MLP, WINDOWED, Mixer, ModelShape, gated_delta_net, latent_sizes, mamba
+from megatron_wlb.model import (
+    DELTA_NET,
+    EXPERTS,
+    FULL,
+    MAMBA,
+    MLP,
+    WINDOWED,
+    ModelShape,
+    gated_delta_net,
+    latent_sizes,
+    mamba,
+)
 from megatron_wlb.pipeline.split import Split
 
 SWITCHED_OFF = {
@@ -258,13 +269,24 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
         multiple = a.make_vocab_size_divisible_by * a.tensor_model_parallel_size
         sizes["padded_vocab_size"] = a.padded_vocab_size or math.ceil((vocabulary or 0) / multiple) * multiple
     if (a.num_experts or 1) > 1:
-        ffn = a.moe_ffn_hidden_size or sizes.get("ffn_hidden_size") or (base.ffn_hidden_size if base else 0)
+        dense = sizes.get("ffn_hidden_size") or (base.ffn_hidden_size if base else 0)
+        ffn = a.moe_ffn_hidden_size or dense
+        sizes |= {"dense_ffn_hidden_size": dense} if a.hybrid_layer_pattern else {}
         sizes["ffn_hidden_size"] = a.moe_router_topk * ffn + (a.moe_shared_expert_intermediate_size or 0)
         sizes["moe_router_topk"] = a.moe_router_topk
     sizes |= _layers(a, sizes["num_layers"] if base is None else sizes.get("num_layers", base.num_layers))
     hidden = sizes.get("hidden_size") or (base.hidden_size if base else 0)
-    if found := set(LINEAR) & set(sizes["pattern"]):
-        sizes["mixers"] = tuple(each for each in _mixers(a, hidden) if each[0] in found)
+    if DELTA_NET in sizes["pattern"]:
+        sizes["delta_net"] = gated_delta_net(
+            key_heads=a.linear_num_key_heads,
+            value_heads=a.linear_num_value_heads,
+            key_dim=a.linear_key_head_dim,
+            value_dim=a.linear_value_head_dim,
+        )
+    if MAMBA in sizes["pattern"]:
+        heads = a.mamba_num_heads or 2 * hidden // a.mamba_head_dim
+        groups, state = a.mamba_num_groups, a.mamba_state_dim
+        sizes["mamba"] = mamba(heads=heads, head_dim=a.mamba_head_dim, groups=groups, state_dim=state)
     if a.attention_output_gate:
         sizes["output_gate"] = True
     model = replace(base, **sizes) if base is not None else ModelShape(**sizes)
@@ -287,17 +309,17 @@ def _window(given: tuple[int, int] | str | None) -> int | None:
 
 
 def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
-    """Return the kinds of layers. Raises ValueError for those that no cost is known of."""
+    """Return the kinds of layers. Raises ValueError for those whose cost is not known."""
     kinds = [FULL] * count
     if a.hybrid_layer_pattern:
         kinds = list(a.hybrid_layer_pattern.partition("/")[0].replace("|", ""))
-        if others := set(kinds) - set("*MG-E"):
+        if others := set(kinds) - {FULL, MAMBA, DELTA_NET, MLP, EXPERTS}:
             raise ValueError(
                 f"--hybrid-layer-pattern has {min(others)}; its cost is not known, give of *, M, G, - and E"
             )
     elif a.experimental_attention_variant in DELTA_NETS:
         linear = _flags("linear_attention_freq", a.linear_attention_freq or "", count)
-        kinds = ["G" if each else FULL for each in linear]
+        kinds = [DELTA_NET if each else FULL for each in linear]
     window = _window(a.window_size)
     if window is not None:
         has = (
@@ -306,24 +328,11 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
             else _flags("window_attn_skip_freq", a.window_attn_skip_freq, count)
         )
         kinds = [WINDOWED if kind == FULL and each else kind for kind, each in zip(kinds, has, strict=True)]
-    pattern = "".join(kinds).replace("E", MLP)
+    pattern = "".join(kinds)
     # The shortest that is repeated.
     periods = range(1, count // 2 + 1)
     period = next((n for n in periods if (pattern[:n] * -(-count // n))[:count] == pattern), count)
     return {"window": window, "pattern": pattern[:period], "hybrid": bool(a.hybrid_layer_pattern)}
-
-
-def _mixers(a: MegatronArguments, hidden: int) -> tuple[tuple[str, Mixer], ...]:
-    """Return the sizes of gated delta nets and Mamba layers."""
-    heads = a.mamba_num_heads or 2 * hidden // a.mamba_head_dim
-    delta_net = gated_delta_net(
-        key_heads=a.linear_num_key_heads,
-        value_heads=a.linear_num_value_heads,
-        key_dim=a.linear_key_head_dim,
-        value_dim=a.linear_value_head_dim,
-    )
-    sizes = {"head_dim": a.mamba_head_dim, "groups": a.mamba_num_groups, "state_dim": a.mamba_state_dim}
-    return ("G", delta_net), ("M", mamba(heads=heads, **sizes))
 
 
 def _flags(name: str, given: tuple[int, ...] | str, count: int) -> list[int]:

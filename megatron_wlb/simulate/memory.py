@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.model import FULL, MLP, Mixer
+from megatron_wlb.model import EXPERTS, FULL, MLP, Mixer
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
@@ -90,17 +90,17 @@ def attention_tensors(job: Job, window: int | None = None) -> dict[str, Tensor]:
     return found | {"latents": Tensor(w * ((norms * model.q_lora_rank + kv) / p.sequence_ranks + rotated))}
 
 
-def mlp_tensors(job: Job) -> dict[str, Tensor]:
-    """Return what the MLP keeps, or experts with their tokens, and the norm."""
-    model = job.model
+def mlp_tensors(job: Job, part: str = EXPERTS) -> dict[str, Tensor]:
+    """Return what the MLP keeps, or experts with their tokens, if the model has any, and the norm."""
+    model, experts = job.model, job.model.moe_router_topk if part == EXPERTS else 0
     # The norm before a dense MLP is part of it; no other part of such an MLP can be recomputed alone.
-    norm, whole, activation = ("layernorm", "moe", ("moe_act",)) if model.moe_router_topk else ("mlp", "mlp", ())
-    values = job.bytes_per_value * model.ffn_hidden_size / job.parallel.tp
+    norm, whole, activation = ("layernorm", "moe", ("moe_act",)) if experts else ("mlp", "mlp", ())
+    values = job.bytes_per_value * model.ffn_size_of(part) / job.parallel.tp
     return {
         "input": Tensor(layer_input_bytes(job)),
         "dropout": Tensor(_mask_bytes(job)),
         "norm": Tensor(layer_input_bytes(job), (norm,)),
-        "sent": Tensor(layer_input_bytes(job) * model.moe_router_topk * job.parallel.expert_tp, (whole,)),
+        "sent": Tensor(layer_input_bytes(job) * experts * job.parallel.expert_tp, (whole,)),
         "before activation": Tensor((2 if model.gated_linear_unit else 1) * values, (whole,)),
         "activation": Tensor(values, (whole, *activation)),
     }
@@ -139,7 +139,7 @@ def layer_bytes(job: Job, kind: str = FULL) -> float:
     def tensors(part: str) -> dict[str, Tensor]:
         if mixer := job.model.mixer_of(part):
             return mixer_tensors(job, mixer)
-        return mlp_tensors(job) if part == MLP else attention_tensors(job, job.model.window_of(part))
+        return mlp_tensors(job, part) if part in (MLP, EXPERTS) else attention_tensors(job, job.model.window_of(part))
 
     return sum(_kept(job, tensors(part)) for part in job.model.parts_of(kind))
 

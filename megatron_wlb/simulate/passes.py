@@ -26,7 +26,7 @@ from megatron_wlb.cost.linear import (
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import FULL, MLP, WINDOWED
+from megatron_wlb.model import EXPERTS, FULL, WINDOWED
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
 
@@ -153,7 +153,7 @@ def _layer_times(
     moved = parts * (gather + scatter), 2 * parts * gather + parts * scatter - overlapped
     every, bound = products(job, matrices, tokens), memory_bound(job, kind, tokens)
     of_experts = products(job, [m for m in matrices if m.part == "experts"], tokens)
-    dispatched = token_exchange(job, tokens) * (MLP in model.parts_of(kind))
+    dispatched = token_exchange(job, tokens) * (EXPERTS in model.parts_of(kind))
     by_tile = tiling(job, kind, tokens)
     if kind in (FULL, WINDOWED):
         attention, exchange = _attention(job, shards, model.window_of(kind))

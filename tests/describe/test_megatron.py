@@ -205,6 +205,18 @@ PUBLISHED = {
 }
 
 
+def test_a_hybrid_model_may_have_layers_of_all_kinds():
+    stated = SIZES | {"hybrid_layer_pattern": "MG|*-E", "pipeline_model_parallel_size": 2, "ffn_hidden_size": 100}
+    stated |= {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40}
+    a = MegatronArguments.of(JOB | stated)
+    model = model_of(a)
+    assert model.kinds == ("M", "G", "*", "-", "E") and model.attention_layers == 1
+    assert (model.mamba.inner, model.delta_net.inner) == (2 * H, 32 * 128)
+    assert [model.weights_of(kind) for kind in "-E"] == [2 * 100 * H, 2 * 2 * 40 * H]
+    given = job_of(a, settings=PlanSettings(profile="h100-fa2"))
+    assert given.layers_by_kind().sum(axis=(1, 2)).tolist() == [1] * 5 and given.crossover_tokens > 0
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_crossover_of_linear_layers_is_that_of_published_shapes(name):
     """By FLOPs, counted by hand to a thousand; in Nemotron-H 4 of 52 layers have attention, in Qwen3-Next 12 of 48."""

@@ -153,7 +153,7 @@ def test_a_window_sees_and_moves_what_is_in_it():
 def test_layers_without_attention_cost_by_tokens():
     """Mamba, attention and an MLP as layers of their own: two all-to-alls, and no time by lengths but in attention."""
     mixer = mamba(heads=32, head_dim=64, groups=8, state_dim=128)
-    model = replace(SMALL, num_layers=6, pattern="M*-", hybrid=True, mixers=(("M", mixer),))
+    model = replace(SMALL, num_layers=6, pattern="M*-", hybrid=True, mamba=mixer)
     given = job(tp=2, cp=4, model=model)
     times = {}
     for kind in "M*-":

@@ -111,7 +111,7 @@ class Setup:
         self.job, self.tried = self._best(job.packing)
         a, stated = run.arguments, run.launched.stated
         model, half = job.model, job.crossover_tokens
-        if model.mixers:
+        if model.delta_net or model.mamba:
             self.notes.append(
                 "Assumed of gated delta nets and Mamba layers: scans go at the rate of memory, and nothing overlaps "
                 "the exchange of their heads. Neither time nor memory of such layers has been compared with upstream's."
