@@ -154,7 +154,7 @@ def _layer_times(
     every, bound = products(job, matrices, tokens), memory_bound(job, kind, tokens)
     of_experts = products(job, [m for m in matrices if m.part == "experts"], tokens)
     dispatched = token_exchange(job, tokens) * (EXPERTS in model.parts_of(kind))
-    by_tile = tiling(job, kind, tokens)
+    by_tile = tiling(job, kind, tokens) if job.tiles else (0.0, 0.0)
     if kind in (FULL, WINDOWED):
         attention, exchange = _attention(job, shards, model.window_of(kind))
         again = expansion(job)[0] * tokens if job.expands_again else 0.0
