@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_wlb import _native
 from megatron_wlb.cost.attention import sharding_kernel
-from megatron_wlb.documents import Keys, Near, Shard
+from megatron_wlb.documents import Keys, Near, Shard, Share
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelModel, KernelTimes, load_profile
 from megatron_wlb.job import STRATEGIES
 from megatron_wlb.sharding.routing import document_begins, exchange, moved_rows, positions, rows
@@ -130,6 +130,22 @@ def test_the_exchange_brings_every_key_and_takes_every_gradient_home(sharding, c
 def keys_of(segments, window):
     """The keys that queries of segments see, as (document, position)."""
     return {(d, i) for d, start, stop in segments for i in range(max(0, start - window), stop)}
+
+
+@shardings
+@given(small)
+def test_parts_bring_every_key_of_other_ranks_once(sharding, case):
+    """What a rank sends in a part is what the other expects, and all parts together are what moves at once."""
+    lengths, cp = case
+    plan = regrouped(sharding(lengths, cp), (0.0, 0.1, 0.5, 1.0))
+    received = np.zeros(cp, np.int64)
+    for number in plan.rounds:
+        moved = [exchange(plan, rank, number) for rank in range(cp)] if isinstance(number, Share) else []
+        for rank, m in enumerate(moved):
+            assert list(m.received) == [other.sent[rank] for other in moved]
+            assert sum(m.sent) == len(m.sent_rows) and sum(m.received) == len(m.arrived_keys)
+            received[rank] += sum(m.received)
+    assert received.tolist() == moved_rows(plan)[:, 0].tolist()
 
 
 @shardings
