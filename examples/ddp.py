@@ -213,7 +213,9 @@ def train(
         states = get_state_dict(model, optimizer, options=FULL_STATE)  # all ranks take part
         trained = first_sample + len(steps) * GLOBAL_BATCH_SIZE  # all that the data needs to go on
         if rank == 0:
-            torch.save({"model": states[0], "optimizer": states[1], "samples": trained}, checkpoint)
+            whole = checkpoint.with_name(f"{checkpoint.name}.new")  # the one before stays until this is complete
+            torch.save({"model": states[0], "optimizer": states[1], "samples": trained}, whole)
+            whole.replace(checkpoint)
     return steps
 
 

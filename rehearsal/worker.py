@@ -218,14 +218,14 @@ class Run:
             runpy.run_path(first, run_name="__main__")
 
     def _parsing(self, original: Any) -> Any:
-        def parse_args(extra_args_provider: Any = None, *rest: Any) -> Namespace:
+        def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
             parsers = []
 
             def provider(parser: Any) -> Any:
                 parsers.append(extra_args_provider(parser) if extra_args_provider else parser)
                 return parsers[0]
 
-            options: Namespace = original(provider, *rest)
+            options: Namespace = original(provider, ignore_unknown_args)
             taken, left_out = allowed.of_log(self._task.stated, options, parsers[0])
             vars(options).update(taken)
             changes = self._changes(options)
