@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model
-from megatron_wlb.cost.linear import memory_bound, products, tiling
+from megatron_wlb.cost.linear import memory_bound, products, tiling, token_exchange
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
@@ -93,6 +93,22 @@ def test_by_the_crossover_work_is_proportional_to_time(changes, within, profile)
     np.testing.assert_allclose(work / times, work[0] / times[0], within)
     by_flops = np.array([document_work(np.array(each), given.model.crossover_tokens).sum() for each in documents])
     assert np.ptp(by_flops / times) > 3 * within * by_flops[0] / times[0]
+
+
+def test_experts_and_tiles_are_a_part_of_a_layer():
+    """Both directions: the exchange of tokens, and what tiles add, beside products and traffic."""
+    given, tokens = job(model=MOE, tp=2, dp=4, ep=4, tp_tile_rows=4096), np.array([5000.0])
+    found, exchanged, tiles = (
+        layer_times(given, shards_of(given, [[5000]])),
+        token_exchange(given, tokens),
+        tiling(given, tokens),
+    )
+    traffic, product = memory_bound(given, tokens), products(given, given.model.matrices, tokens)
+    experts = products(given, [m for m in given.model.matrices if m.part == "experts"], tokens)
+    for i, (every, of_experts) in enumerate(((product.forward, experts.forward), (product.backward, experts.backward))):
+        assert found[i].linear == pytest.approx(every + traffic[i] + exchanged + tiles[i])
+        assert found[i].experts == pytest.approx(of_experts + exchanged)
+    assert exchanged > 0 and min(tiles) > 0
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), FULL])

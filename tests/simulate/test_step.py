@@ -131,7 +131,7 @@ def test_shards_of_another_layout_are_refused():
 
 def test_the_trace_shows_every_pass():
     one = job(cp=2, pp=2, vpp=2, dp=2)
-    step = simulate_step(one, [shards_of(one, [[4096, 4096], [8192], [2048] * 4, [8192]])] * 2)
+    step = simulate_step(one, [shards_of(one, [[6144, 2048], [8192], [2048] * 4, [8192]])] * 2)
     events = trace_of(step)["traceEvents"]
     names = [(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M"]
     assert names.count(("thread_name", "stage 0")) == 2
@@ -150,7 +150,7 @@ def test_the_trace_shows_every_pass():
     assert first["args"] == {
         "tokens": 8192,
         "documents": 2,
-        "longest": 4096,
-        "work": int(document_work(np.array([4096, 4096]), one.crossover_tokens).sum()),
+        "longest": 6144,
+        "work": int(document_work(np.array([6144, 2048]), one.crossover_tokens).sum()),
         "sharding": "per-sequence",
     }
