@@ -11,7 +11,7 @@ The critical path (`critical_path`) is the time that a step must take of it, imb
 share of the same work, and attainable plain's gain if its work were even and all else took as long. Imbalance is
 predicted by two cost models: of `megatron-wlb profile`, and fitted to some steps of training before, whose crossover
 packing goes by. The gain by CPU time is of the critical path and all other computing of the thread, without waits for
-messages or a busy core. Writes benchmarks/results/end_to_end_cpu.json, in about an hour; anything else that runs
+messages or a busy core. Writes benchmarks/results/end_to_end_cpu.json, in about half an hour; anything else that runs
 meanwhile spoils it.
 """
 
@@ -80,7 +80,7 @@ LAYOUTS = (
 )
 LONGEST = 2
 """S_max, in windows."""
-SIZE = Size(window=8192, windows=(4, 8), steps=4, rounds=3)
+SIZE = Size(window=4096, windows=(4, 8), steps=4, rounds=2)
 QUICK = Size(window=2048, windows=(4,), steps=2, rounds=1)
 
 
