@@ -108,7 +108,7 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
     rates = [float(t / s / log.gpus) for log, (_, s, t) in zip(both, of_step, strict=True)]
     value = rates[1] / rates[0]
     error = value * _error(steps, paired)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("", "BASE", "RUN"),
         ("tokens a second and GPU", *(f"{rate:,.1f}" for rate in rates)),
         ("time of a step, ms", *(f"{1e3 * s / n:,.1f}" for n, s, _ in of_step)),
@@ -351,7 +351,7 @@ def predicted(name: str, skip: int) -> tuple[list[tuple[str, ...]], list[str], d
     median, p90 = relative_error(expected, measured)
     varies = min(np.ptp(expected), np.ptp(measured)) > 0
     correlation = float(np.corrcoef(expected, measured)[0, 1]) if varies else math.nan
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("", "measured", "predicted"),
         ("time of a step, ms", *(f"{each.mean():,.2f}" for each in (measured, expected))),
     ]
