@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from benchmarks.fixed import FixedPacking
-from megatron_wlb.documents import DOCUMENT
+from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan.metrics import original_work
+from megatron_wlb.plan.metrics import delays, original_work
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Rows, Samples
 from tests import jobs
@@ -133,6 +133,12 @@ def test_the_original_work_is_that_of_the_samples_drawn():
     step = packer_of(AdaptivePacking()).next()
     work = [int((each["length"] * (each["length"] + 32)).sum()) for each in (DATA.pieces(i, i + 1) for i in range(N))]
     assert original_work(step.drawn, described).tolist() == work
+
+
+def test_delays_by_hand():
+    rows = np.zeros(4, DOCUMENT)
+    rows["arrival"], rows["length"] = [3, 5, 4, 3], [10, 20, 7, 1]
+    assert delays(PackedBatch(documents=rows, bounds=np.array([0, 4])), 4) == {-1: 20, 0: 7, 1: 11}
 
 
 def test_a_finished_packer_stops(with_delay):
