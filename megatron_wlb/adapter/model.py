@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
@@ -171,6 +170,8 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options
 
 def _stack_spec(given: Any, config: Any, options: AttentionOptions) -> Any:
     """Return the spec of a hybrid stack, of --spec (`given`) or upstream's, with our attention and gated delta nets."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # from 0.18 on
+
     spec = copy.copy(hybrid_stack_spec if given is None else given)
     check_stack(spec)
     spec.submodules = copy.copy(spec.submodules)
