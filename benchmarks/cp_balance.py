@@ -132,7 +132,7 @@ def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float
     def peer(cp_sharding: str, cp_exchange: str) -> Job:
         return replace(job.sharded(cp_sharding=cp_sharding), cp_exchange=cp_exchange, reorder=False)
 
-    jobs = {OURS: job, "wlb, all-gather": peer("wlb", "all")}
+    jobs = {OURS: job, "wlb, all-gather": peer("paper", "all")}
     jobs |= {"per-sequence, ring": peer("per-sequence", "ring"), RING: peer("per-document", "ring")}
     plans = {name: [shard(lengths, given) for lengths in made] for name, given in jobs.items()}
     passes = {name: pass_times(jobs[name], plans[name]).layers for name in (OURS, "wlb, all-gather")}

@@ -211,7 +211,7 @@ def test_tokenizing_happens_once(tmp_path, tokenizer, monkeypatch):
 def test_a_full_disk_is_named_and_names_of_files_do_not_reach_the_terminal(tmp_path, tokenizer, capsys, monkeypatch):
     (folder := tmp_path / "\x1b[31m").mkdir()
     path = write(folder, SHORT, LONG, [])
-    args = arguments(tokenizer, path, wlb_sft_broken="skip")
+    args = arguments(tokenizer, path, wlb_sft_skip="broken")
     conversations.read(path, args)
     said = capsys.readouterr().out
     assert said.count("[31m/rows.jsonl") == 4 and "\x1b" not in said

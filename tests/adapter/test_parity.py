@@ -145,7 +145,7 @@ def test_model_equals_megatron(size, layout, model, dataset, upstream):
     if MAMBA in model:
         pytest.importorskip("einops")  # upstream's Mamba layers
     without, flags = GQA if LATENT in model else UNTIE if TIED in model else "", model.replace(TIED, "")
-    run = train(size, dataset, *layout.split(), *flags.split(), without=without)
+    run = train(size, dataset, *flags.split(), *layout.split(), without=without)
     compare(run, upstream(flags, without=without))
     assert run["losses"][1] != pytest.approx(upstream()["losses"][1], rel=1e-7)  # the flags do something
     assert ("output_layer.weight" in run["params"]) == (TIED not in model)

@@ -43,13 +43,13 @@ def test_every_verdict(tmp_path, monkeypatch, capsys):
     rows = {row["source"]: row for row in json.loads((tmp_path / "recipes.json").read_text())["rows"]}
     verdicts = {name: next(v for v in recipes.VERDICTS if row[v]) for name, row in rows.items()}
     assert verdicts == {
-        **{"as given": "as given", "fork": "as given", "graphs": "something switched off"},
+        **{"as given": "as given", "fork": "as given", "hybrid": "as given", "graphs": "something switched off"},
         **dict.fromkeys(("settings", "swift", "shell"), "with settings"),
-        **dict.fromkeys(("dropout", "hybrid", "script's", "mamba", "set"), "refused"),
+        **dict.fromkeys(("dropout", "script's", "mamba", "set"), "refused"),
     }
     found = json.loads(out.read_text())
-    assert (found["accepted"], found["without_price"], found["total"]) == (6, 5, 11)
-    assert sum(found["reasons"].values()) == 5
+    assert (found["accepted"], found["without_price"], found["total"]) == (7, 6, 11)
+    assert sum(found["reasons"].values()) == 4
     assert "MISSED share accepted with --wlb alone" in capsys.readouterr().out
 
 

@@ -165,7 +165,7 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str, ex
     def setup_and_watch(*args: Any, **kwargs: Any) -> Any:
         clear_compilation_metrics()
         chunks, optimizer, scheduler = setup(*args, **kwargs)
-        if get_args().iteration == 0:
+        if get_args().iteration == 0 and not get_args().finetune:
             _set_parameters(chunks)
             optimizer.reload_model_params()
         step = optimizer.step
