@@ -106,6 +106,8 @@ class Run(NamedTuple):
     """Sentences on what was assumed."""
     profile: str
     """Name or file."""
+    misfit: str
+    """How the run's device or precision is not of the profile, or "" if it is."""
     budget: float | None = None
     """Bytes for activations in the run's own layout; None: not known. See `on_device`."""
 
@@ -201,8 +203,8 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     notes: list[str] = []
     settings = PlanSettings.from_args(args)
     profile = settings.profile or (GPUS[args.gpu] if args.gpu else DEFAULT_PROFILE)
-    if misfit := load_profile(profile).misfit(args.gpu, precision_of(arguments)):
-        judged.remarks.insert(0, misfit)
+    misfit = load_profile(profile).misfit(args.gpu, precision_of(arguments))
+    judged.remarks[:0] = [misfit] if misfit else []
     return Run(
         arguments=_settled(arguments, args.model, notes),
         model=args.model,
@@ -214,6 +216,7 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
         judged=judged,
         notes=notes,
         profile=profile,
+        misfit=misfit,
     )
 
 

@@ -67,6 +67,11 @@ def test_a_verdict_alone_is_a_sentence_and_an_exit_status(long, capsys, run, ver
     assert re.fullmatch(said, capsys.readouterr().out)
 
 
+def test_a_profile_of_another_device_is_said_beside_a_verdict_alone(long, capsys):
+    main(["analyze", "-q", "--steps", "2", *f"{JOB} --fp8-format e4m3 --fp8-recipe mxfp8 {long}".split()])
+    assert "! Profile h100-cudnn (NVIDIA H100) has no rate of mxfp8" in capsys.readouterr().err
+
+
 class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()

@@ -67,5 +67,7 @@ def run(args: argparse.Namespace, words: Words) -> int:
         if html is not None:
             html.write(page.page(results))
         write_json(trace, trace_of(results.examples["ours"].step))
+    if args.q and setup.run.misfit:
+        print(f"! {setup.run.misfit}", file=sys.stderr)
     table.show(results, terminal, verdict_only=args.q)
     return int(args.q and table.verdict(results)[1] != "gain")
