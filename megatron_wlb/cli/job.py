@@ -246,9 +246,10 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
             "--nnodes)."
         )
     if a.global_batch_size is None:
-        count = a.pipeline_model_parallel_size * max(1, (a.world_size or ranks) // ranks)
+        count = a.pipeline_model_parallel_size * max(1, (a.world_size or ranks) // ranks) * (a.micro_batch_size or 1)
         changes["global_batch_size"] = count
-        notes.append(f"Assumed: {count} context windows a step, PP x DP (no --global-batch-size).")
+        how = f"PP x DP{' x --micro-batch-size' * ((a.micro_batch_size or 1) > 1)}"
+        notes.append(f"Assumed: {count} context windows a step, {how} (no --global-batch-size).")
     if model is None and a.vocab_size is None and a.padded_vocab_size is None:
         changes["vocab_size"] = vocabulary(a, notes)
     if model is None and not a.group_query_attention and (a.num_query_groups or 1) > 1:
