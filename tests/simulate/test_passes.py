@@ -101,9 +101,9 @@ def test_experts_and_tiles_are_a_part_of_a_layer():
     found, exchanged, tiles = (
         layer_times(given, shards_of(given, [[5000]])),
         token_exchange(given, tokens),
-        tiling(given, tokens),
+        tiling(given, "*", tokens),
     )
-    traffic, product = memory_bound(given, tokens), products(given, given.model.matrices, tokens)
+    traffic, product = memory_bound(given, "*", tokens), products(given, given.model.matrices, tokens)
     experts = products(given, [m for m in given.model.matrices if m.part == "experts"], tokens)
     for i, (every, of_experts) in enumerate(((product.forward, experts.forward), (product.backward, experts.backward))):
         assert found[i].linear == pytest.approx(every + traffic[i] + exchanged + tiles[i])
