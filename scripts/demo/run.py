@@ -295,7 +295,9 @@ def started(name: str, folder: Path, argv: list[str], ranks: int, turns: Turns |
 def resume(data: str, ranks: int) -> str:
     """Resume the killed run; whether its steps are equal to those before it was killed, in a sentence."""
     before = {step["step"]: step for step in read("wlb")}
-    argv = arguments("wlb", FOLDER, data, ranks, "--load", f"{FOLDER}/checkpoint")
+    count = before[1]["job"]["num_micro_batches"]  # auto would choose anew, by the samples from here on
+    load = ["--load", f"{FOLDER}/checkpoint", "--wlb-micro-batches", str(count)]
+    argv = arguments("wlb", FOLDER, data, ranks, *load)
     with started("wlb", FOLDER, argv, ranks, None) as readers:
         worlds.collect(readers, time.monotonic() + worlds.HANGS_SECONDS)
     after = read("wlb")[len(before) :]
