@@ -32,7 +32,7 @@ from megatron_wlb.simulate.step import TIME_SHARES
 FORMAT = "megatron-wlb-comparison"
 VERSION = 4
 USAGE = "[BASE] RUN [--skip K] [--json FILE]"
-MOST_OF_A_LINE = 1 << 26
+MOST_OF_A_STEP = 1 << 26
 """Most bytes of a step in a log."""
 BLOCKS = 20
 """Most blocks of consecutive steps; neighbours are alike, so single steps would understate the error."""
@@ -71,12 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, words: Words) -> None:
     if len(args.logs) > 2:
         raise ValueError(f"{len(args.logs)} logs; give BASE and RUN, or RUN alone")
-    console = common.console(args.json, width=120)
+    console = common.console(args.json, width=120, markup=False)
     if len(args.logs) == 1:
         rows, said, numbers = predicted(args.logs[0], args.skip)
     else:
         rows, said, numbers = compared(*(read(name, args.skip) for name in args.logs))
-    said.append(f"Left out: the first {args.skip} steps of every start (--skip).")
+    said.append(f"Left out: the first {args.skip} steps of every start (--skip), or of a folder of TensorBoard.")
+    said = [*map(files.printable, said)]
     with writer(args.json, "--json") as out:
         write_json(out, {"format": FORMAT, "version": VERSION, "words": said} | numbers)
     console.print(said[0], style="bold", soft_wrap=True)
@@ -203,9 +204,14 @@ def _of_text(name: str, skip: int) -> Log:
 
     The second of a start holds its first step, too, and is left out as one of its first steps.
     """
-    text = launch.text_of(name)
+    text = launch.text_of(name, "give its arguments and the lines of its iterations alone")
     if launch.END_OF_ARGUMENTS not in text:
         raise ValueError(f"{name} has no arguments as Megatron prints them, nor steps of --wlb-log; {_REMEDY}")
+    for what in ("world_size", "seq_length", "sft", "wlb_documents"):
+        if len(found := set(re.findall(rf"\s{what} \.+ (\S+)", text))) > 1:
+            raise ValueError(
+                f"{name} is of runs with {what} {' and '.join(sorted(found))}; give each as a file of its own"
+            )
     stated = launch.arguments_of(text, name).stated
     arguments = MegatronArguments.of(stated)
     if not arguments.seq_length or not arguments.world_size:
@@ -267,9 +273,9 @@ def read_step_log(path: str) -> list[list[_Line]]:
     starts: list[list[_Line]] = []
     remedy = "give the file that --wlb-log named"
     with files.opened(path, remedy) as file:
-        for number, text in enumerate(iter(partial(file.readline, MOST_OF_A_LINE), b""), start=1):
-            if len(text) == MOST_OF_A_LINE:
-                raise ValueError(f"{path}, line {number} has over {MOST_OF_A_LINE >> 20} MiB, the limit; {remedy}")
+        for number, text in enumerate(iter(partial(file.readline, MOST_OF_A_STEP), b""), start=1):
+            if len(text) == MOST_OF_A_STEP:
+                raise ValueError(f"{path}, line {number} has over {MOST_OF_A_STEP >> 20} MiB, the limit; {remedy}")
             try:
                 line = msgspec.json.decode(text, type=_Line)
             except (ValueError, msgspec.MsgspecError, RecursionError) as error:
@@ -309,10 +315,12 @@ def _of_tensorboard(name: str, skip: int) -> Log:
     def values(tag: str) -> dict[int, float]:
         return {event.step: event.value for event in events.Scalars(tag)} if tag in scalars else {}
 
-    def argument(what: str) -> int:
+    def argument(what: str) -> str:
         tag = f"{what}/text_summary"
-        text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() if tag in tensors else ""
-        if not text.isdecimal():
+        return events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() if tag in tensors else ""
+
+    def number(what: str) -> int:
+        if not (text := argument(what)).isdecimal():
             raise ValueError(f"{name} has no {what} of Megatron's arguments; {_REMEDY}")
         return int(text)
 
@@ -322,14 +330,15 @@ def _of_tensorboard(name: str, skip: int) -> Log:
     if ours:
         rows = [(n, 1, ms / 1e3, trained[n], losses.get(n, math.nan)) for n, ms in ours.items() if n in trained]
     elif spent:
-        tokens, before = argument("global_batch_size") * argument("seq_length"), 0
+        tokens, before = number("global_batch_size") * number("seq_length"), 0
         for n, seconds in spent.items():
             count, own = n - before, [losses.get(i, math.nan) for i in range(before + 1, n + 1)]
             rows.append((n, count, count * seconds, count * tokens, sum(own)))
             before = n
     if not rows:
         raise ValueError(f"{name} has no times of steps; add --log-timers-to-tensorboard to the run, or {_REMEDY}")
-    return _log(name, argument("world_size"), [rows], skip, whole=not ours)
+    padded = not ours and (argument("sft") == "True" or argument("wlb_documents") == "whole")
+    return _log(name, number("world_size"), [rows], skip, padded=padded, whole=not ours)
 
 
 def predicted(name: str, skip: int) -> tuple[list[tuple[str, ...]], list[str], dict[str, Any]]:

@@ -20,7 +20,7 @@ from megatron_wlb.cli import analyze, compare, profile
 from megatron_wlb.cli.common import Words
 
 COMMANDS = (analyze, profile, compare)
-EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis")
+EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy", "tensorboard"), "analysis")
 EXTRAS |= dict.fromkeys(("torch", "megatron"), "train")
 """Packages that only some commands need, and the extra that each comes with."""
 MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000

@@ -64,10 +64,10 @@ def text_log(path, seconds, losses=LOSSES, interval=1, more="", prefix=""):
     return path
 
 
-def board(path, seconds, losses=LOSSES):
+def board(path, seconds, losses=LOSSES, **more):
     """What Megatron writes with --log-timers-to-tensorboard and a step log of every tenth step."""
     writer = EventFileWriter(str(path))
-    for name, value in {"world_size": GPUS, "seq_length": WINDOW, "global_batch_size": WINDOWS}.items():
+    for name, value in {"world_size": GPUS, "seq_length": WINDOW, "global_batch_size": WINDOWS, **more}.items():
         text = TensorProto(dtype="DT_STRING", string_val=[str(value).encode()], tensor_shape={"dim": [{"size": 1}]})
         tag = Summary.Value(tag=f"{name}/text_summary", tensor=text, metadata={"plugin_data": {"plugin_name": "text"}})
         writer.add_event(Event(summary=Summary(value=[tag])))
@@ -198,8 +198,10 @@ def test_a_profile_of_another_device_is_refused(tmp_path, capsys):
     def ran_on(device):
         return step_log(tmp_path / "run", SLOW, predicted_ms=3.0, device=device, job=of_job)
 
+    profile["name"] = "[red]\x1bh100"
     compared(tmp_path, ran_on(DEVICE))
-    capsys.readouterr()
+    assert "profile [red] h100." in capsys.readouterr().out
+    profile["name"] = "h100-cudnn"
     for device in ("one thread of an x86_64 CPU", "NVIDIA A100-SXM4-80GB"):
         said = refusal(capsys, "compare", str(ran_on(device)))
         assert f"ran on {device}, and profile h100-cudnn is of NVIDIA H100; give the run --wlb-profile" in said
@@ -243,6 +245,10 @@ def test_logs_without_times_are_refused(tmp_path, capsys):
     assert "a has no line of an iteration; give what" in refusal(capsys, "compare", str(log), str(log))
     folder = board(tmp_path / "board", SLOW[:9], LOSSES[:9])
     assert "add --log-timers-to-tensorboard to the run" in refusal(capsys, "compare", str(folder), str(folder))
+    once = text_log(log, SLOW).read_text()
+    log.write_text(once + once.replace(f" {GPUS}\n", " 16\n"))
+    said = refusal(capsys, "compare", str(log), str(log))
+    assert "is of runs with world_size 16 and 4; give each as a file of its own" in said
     assert "4 logs; give BASE and RUN" in refusal(capsys, "compare", "a", "b", "c", "d")
 
 
@@ -250,11 +256,11 @@ def test_padded_windows_are_not_compared_with_tokens(tmp_path, capsys):
     padded = text_log(tmp_path / "a", SLOW, more="  sft ............................................. True")
     said = refusal(capsys, "compare", str(padded), str(step_log(tmp_path / "b", FAST)))
     assert "a does not say how many tokens its steps trained, as" in said
-    compared(tmp_path, padded, padded)
+    compared(tmp_path, padded, board(tmp_path / "board", SLOW, sft=True))
     assert "padding counts" in capsys.readouterr().out
 
 
 def test_a_line_without_end_is_not_read(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "MOST_OF_A_LINE", 99)
+    monkeypatch.setattr(compare, "MOST_OF_A_STEP", 99)
     path = write(tmp_path / "run.jsonl", [GOOD])
     assert "line 1 has over 0 MiB, the limit; give the file" in refusal(capsys, "compare", str(path))
