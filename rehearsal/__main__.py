@@ -26,7 +26,7 @@ import msgspec
 from megatron_wlb import files
 from megatron_wlb.cli.common import console, integer, progress, render, table, write_json, writer
 from megatron_wlb.cli.data import data_of, names_of
-from megatron_wlb.cli.job import vocabulary
+from megatron_wlb.cli.job import vocabulary, wlb_values
 from megatron_wlb.cli.launch import Launched, read_command, read_log
 from megatron_wlb.cli.main import Parser, in_one_line
 from megatron_wlb.describe.flags import RunSettings
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
         raise ValueError("no job, or two; give the log of a run, or its command behind --")
     if args.html == "-":
         raise ValueError("--html - is no file; name one")
-    terminal, notes = console(args.json, width=None if sys.stdout.isatty() else 120), list[str]()
+    width = None if sys.stdout.isatty() else 120
+    terminal, notes = console(args.json, width=width, markup=False), list[str]()
     task, parallel, modelled = task_of(args, command, notes)
     gpu, ranks = task.gpu, _ranks(args.ranks, parallel)
     with (
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
             values |= {"titles": TITLES, "rows": rows, "waits": waits, "notes": notes}
             template = Path(__file__).with_name("rehearsal.html")
             page.write(render(template, sections=sections(seen, gpu.gib), **values))
-    terminal.print(f"[bold]{_sentence(said)}[/bold] {_sentence(remedy)}".rstrip(), soft_wrap=True)
+    terminal.print(f"{_sentence(said)} {_sentence(remedy)}".rstrip(), style="bold", soft_wrap=True)
     terminal.print(table(TITLES, rows))
     for line in waits:
         terminal.print(line)
@@ -109,6 +110,8 @@ def task_of(args: argparse.Namespace, command: list[str], notes: list[str]) -> t
     """Return what is rehearsed, its layout, and whether its memory is predicted. Raises ValueError on wrong input."""
     launched = read_command(command, any_model="--wlb" not in command) if command else read_log(args.log)
     stated = launched.stated
+    if launched.is_log:  # of the last release, maybe
+        stated = stated | {name: value for name, value in wlb_values(launched).items() if value is not None}
     wlb = bool(stated.get("wlb"))
     arguments = MegatronArguments.of({"world_size": launched.world_size} | stated)
     parallel = parallel_of(arguments)
@@ -183,17 +186,19 @@ def _mocks(arguments: MegatronArguments, launched: Launched, notes: list[str]) -
     """Whether the job's data are not here, or not to be read; says why."""
     if arguments.mock_data:
         return True
+    why = ""
     try:
         if not arguments.sft:
             data_of(arguments, [], RunSettings())
         elif launched.is_log:
-            raise ValueError("conversations that a log names are not tokenized; give the run's command")
+            why = "conversations that a log names are not tokenized"
         elif missing := [name for name in names_of(arguments) if not os.path.exists(name)]:  # ranks tokenize them
-            raise ValueError(f"{missing[0]} does not exist")
+            why = f"{missing[0]} does not exist"
     except (ValueError, OSError) as error:
-        notes.append(f"Mock data, since the job's are not read here: {files.printable(str(error).split(';')[0])}.")
-        return True
-    return False
+        why = str(error).split(";")[0]
+    if why:
+        notes.append(f"Mock data, since the job's are not read here: {files.printable(why)}.")
+    return bool(why)
 
 
 def _ranks(text: str, parallel: Parallel) -> list[int]:

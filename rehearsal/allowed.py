@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from megatron_wlb.cli.launch import usual
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.megatron import MegatronArguments
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, shipped_profiles
 from megatron_wlb.job import Sharding
-from megatron_wlb.packing import POLICIES
 
 HARMLESS = """accumulate_allreduce_grads_in_fp32 add_position_embedding align_grad_reduce bias_gelu_fusion
 bias_swiglu_fusion create_all_gather_group create_attention_mask_in_dataloader dataloader_inter_document_masking
@@ -29,14 +29,20 @@ wlb yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int yarn_origin
 FREE = """data_path train_data_path data_args_path per_split_data_args_path split cp_comm_type offload_modules
 pipeline_model_parallel_layout recompute_modules wlb_packing""".split()
 """Arguments whose words are parsed, or name datasets, which are only read."""
-_DERIVED = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
-"""Arguments that a log has where nobody gave them, and that --wlb refuses where somebody does."""
+_DERIVED = """async_strategy encoder_num_layers encoder_seq_length end_weight_decay inference_cuda_graph_scope
+mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype start_weight_decay""".split()
+"""Arguments that upstream sets by others, which a log has where nobody gave them."""
+_WEIGHT_SHARDS = {"tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"}
+"""Of upstream's configurations, and refused with --wlb."""
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
-_CHANGES = {
-    **dict.fromkeys("os.mkdir os.remove os.rmdir os.truncate os.chmod os.chown os.utime os.setxattr".split(), 1),
-    **dict.fromkeys("os.rename os.link os.symlink".split(), 2),
+_CHANGES: dict[str, tuple[int | None, ...]] = {
+    **dict.fromkeys(("os.truncate", "os.setxattr"), (None,)),
+    **dict.fromkeys(("os.remove", "os.rmdir"), (1,)),
+    **dict.fromkeys(("os.mkdir", "os.chmod"), (2,)),
+    **dict.fromkeys(("os.chown", "os.utime"), (3,)),
+    **{"os.rename": (2, 3), "os.link": (2, 3), "os.symlink": (2, 2)},
 }
-"""Audit events that change files, and how many of their arguments name some."""
+"""Audit events that change files: for each argument that names some, which argument is its folder (None: none)."""
 _CALLS = {f"socket.{name}" for name in "connect bind sendto sendmsg getaddrinfo gethostbyname".split()}
 
 
@@ -54,17 +60,17 @@ def of_log(
     from megatron.training.models.gpt import GPTModelConfig
 
     upstream = (MLATransformerConfig, GPTModelConfig, OptimizerConfig, DistributedDataParallelConfig)
-    settings = (PlanSettings, RunSettings, Sharding, *POLICIES.values())  # which check their words themselves
+    settings = (PlanSettings, RunSettings, Sharding)  # which check their words themselves
     free = {f"wlb_{f.name}" for kind in settings for f in fields(kind)} - {"wlb_log", "wlb_profile"} | {*FREE}
-    known = {f.name for kind in (MegatronArguments, *upstream) for f in fields(kind)} - {*_DERIVED}
+    known = {f.name for kind in (MegatronArguments, *upstream) for f in fields(kind)} - _WEIGHT_SHARDS
     known |= free | {*HARMLESS, "wlb_profile"}
     choices: dict[str, dict[str, Any]] = {}
     for action in parser._actions:
         choices.setdefault(action.dest, {}).update({str(each): each for each in action.choices or ()})
     choices["wlb_profile"] = {name: name for name in (*shipped_profiles(), FLOPS_PROFILE.name)}
-    taken, left_out = {}, []
+    taken, left_out, settled = {}, [], {*_DERIVED, *usual(stated)}
     for name, value in stated.items():
-        if not hasattr(options, name) or str(value) == str(getattr(options, name)):
+        if name in settled or not hasattr(options, name) or str(value) == str(getattr(options, name)):
             continue
         try:
             if name not in known:
@@ -91,10 +97,12 @@ def confine(folder: str) -> None:
     def watch(event: str, given: tuple[Any, ...]) -> None:
         if event in _CALLS and (event.startswith("socket.get") or isinstance(given[1], tuple)):  # text: of this machine
             raise PermissionError(errno.EACCES, f"a rehearsal asks nobody, and {event} would be called")
-        count = ((given[2] or 0) & writes != 0) if event == "open" else _CHANGES.get(event, 0)
-        for path in given[:count]:
+        opens = event == "open" and (given[2] or 0) & writes != 0
+        for path, at in zip(given, (None,) if opens else _CHANGES.get(event, ()), strict=False):
             if isinstance(path, str | bytes | os.PathLike):
-                name = os.path.abspath(os.fsdecode(path))
+                folder_of = -1 if at is None else given[at]
+                base = os.readlink(f"/proc/self/fd/{folder_of}") if folder_of >= 0 else ""
+                name = os.path.abspath(os.path.join(base, os.fsdecode(path)))
                 if not name.startswith((folder + os.sep, os.devnull)):
                     raise PermissionError(errno.EACCES, "a rehearsal leaves the run's files alone, so not", name)
 

@@ -23,7 +23,7 @@ HOSTILE = {
     **{"tensorboard_dir": "victim", "trust_remote_code": True, "fp8_quantizer_factory": "evil.x", "yaml_cfg": "victim"},
     **{"tp_comm_overlap_cfg": "victim", "run_workload_inspector_server": True, "wlb_profile": "victim", "load": "x"},
     **{"normalization": "evil", "moe_router_load_balancing_type": ["aux_loss", "evil"], "num_layers": "evil"},
-    **{"tensor_parallel_num_weight_shards": 2},
+    **{"tensor_parallel_num_weight_shards": 3},
 }
 HARMLESS = {
     **{"num_layers": 4, "normalization": "RMSNorm", "add_bias_linear": False, "lr": 0.25, "data_path": ["1", "x"]},
@@ -43,6 +43,8 @@ def test_a_log_sets_known_arguments_and_none_that_names_a_file_a_module_or_an_ad
     options = parser.parse_args([])
     assert of_log(HOSTILE, options, parser) == ({}, [*HOSTILE])
     assert of_log(HARMLESS, options, parser) == (HARMLESS, [])
+    of_tp = {"tensor_model_parallel_size": 2, "tensor_parallel_num_weight_shards": 2}
+    assert of_log(of_tp | {"start_weight_decay": 0.1}, options, parser) == ({"tensor_model_parallel_size": 2}, [])
     assert of_log(vars(options) | {"world_size": 4, "of_no_release": 3}, options, parser) == ({}, [])
     taken, left_out = of_log(
         {"attention_backend": "AttnBackend.flash", "exp_avg_dtype": "torch.bfloat16"}, options, parser
@@ -54,6 +56,8 @@ def test_a_log_sets_known_arguments_and_none_that_names_a_file_a_module_or_an_ad
     ("code", "said"),
     [
         ("open(own + '/a/b', 'w').write('x'); os.replace(own + '/a/b', own + '/c'); print(open(other).read())", ""),
+        ("shutil.rmtree(own + '/a'); os.mkdir('b', dir_fd=os.open(own, os.O_RDONLY))", ""),
+        ("os.remove('ownother', dir_fd=os.open(own + '/..', os.O_RDONLY))", "leaves the run's files alone"),
         ("subprocess.run(['true'], stdout=subprocess.DEVNULL, check=True)", ""),
         ("open(other, 'a')", "leaves the run's files alone"),
         ("os.open(other, os.O_RDWR)", "leaves the run's files alone"),
@@ -72,7 +76,7 @@ def test_a_rehearsal_writes_in_its_own_folder_alone_and_asks_nobody(code, said, 
     (own / "a").mkdir(parents=True)
     other.write_text("precious")
     program = f"""
-import os, socket, subprocess
+import os, shutil, socket, subprocess
 from rehearsal.allowed import confine
 own, other = {str(own)!r}, {str(other)!r}
 confine(own)
