@@ -28,7 +28,8 @@ def check(args: Namespace) -> None:
     if (spec := getattr(args, "spec", None)) is not None:
         _check_spec(*spec, of_stack=bool(getattr(args, "hybrid_layer_pattern", None)))
     RunSettings.from_args(args)
-    settings = PlanSettings.from_args(args)
+    # Memory and the split of layers are checked later.
+    settings = PlanSettings.from_args(args).without_memory()
     policy = policy_of(args.wlb_packing)
     if getattr(args, "sft", False) and policy.delays:
         raise ValueError(
@@ -36,12 +37,6 @@ def check(args: Namespace) -> None:
             "them in part; give adaptive or megatron"
         )
     a = MegatronArguments.of(vars(args))
-    # Memory and the split of layers are checked later, once everything is known.
-    settings = replace(
-        settings,
-        memory_budget=None,
-        max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens,
-    )
     windows = a.global_batch_size or max(1, (a.world_size or 1) // a.model_parallel_size)
     try:
         if (sizes := compat.batch_sizes(args)) and settings.micro_batches != "auto":

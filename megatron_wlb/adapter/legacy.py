@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_wlb.adapter import compat
-from megatron_wlb.describe.refusals import dispatches, has_linear_layers
+from megatron_wlb.describe.megatron import has_linear_layers
+from megatron_wlb.describe.refusals import dispatches
 
 
 def teach() -> None:

@@ -33,7 +33,7 @@ from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, conne
 from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.describe.flags import RunSettings
-from megatron_wlb.describe.refusals import has_linear_layers
+from megatron_wlb.describe.megatron import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all, attention

@@ -18,6 +18,7 @@ from megatron_wlb.describe.megatron import (
     SWITCHED_OFF,
     MegatronArguments,
     flag_of,
+    has_linear_layers,
     job_of,
     model_of,
     precision_of,
@@ -35,8 +36,8 @@ _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 """Models by patterns in the names of their tokenizers."""
 DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
 """Arguments that name the data."""
-MODEL_GROUPS = ("model", "linear layers", "multi-latent attention")
-"""Groups of the flags that `shape_of` reads."""
+MODEL_GROUPS = ("model", "multi-latent attention")
+"""Groups of the flags that `shape_of` reads: of layers that `measure` times."""
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] | None = None) -> None:
@@ -115,14 +116,9 @@ class Run(NamedTuple):
         """Build the job of --wlb, in a layout; `given` are arguments of `make_job`."""
         a = arguments or self.arguments
         shape = model_of(a, MODELS[self.model] if self.model else None)
-        details: dict[str, Any] = {
-            "packing": self.packing,
-            "sharding": self.sharding,
-            "settings": self.settings,
-        } | given
-        if arguments is None:
-            details.setdefault("budget_bytes", self.budget)
-        return job_of(a, model=shape, default_profile=self.profile, **details)
+        details: dict[str, Any] = {"packing": self.packing, "sharding": self.sharding, "settings": self.settings}
+        details |= {"budget_bytes": self.budget} if arguments is None else {}
+        return job_of(a, model=shape, default_profile=self.profile, **details | given)
 
     def budget_bytes(self, job: Job) -> float | None:
         """Return what training on GPUs of the profile leaves for activations in a job's layout; None: it cannot tell.
@@ -131,6 +127,8 @@ class Run(NamedTuple):
         """
         a, p, model, stated = self.arguments, job.parallel, job.model, self.launched.stated
         if stated.get("optimizer", "adam") != "adam" or stated.get("use_precision_aware_optimizer"):
+            return None
+        if has_linear_layers(a) or (model.moe_router_topk and not a.num_experts):
             return None
         divided = stated.get("use_distributed_optimizer", self.launched.source == "flags")
 
@@ -150,21 +148,23 @@ class Run(NamedTuple):
         settings = self.settings
         if settings.memory_budget is not None:
             return self._replace(budget=settings.memory_budget * 2**30)
-        free = self._replace(
-            settings=replace(settings, max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens)
-        )
-        budget, why = free.budget_bytes(free.job()), "what its optimizer leaves of the memory is not known"
-        if budget is not None:
-            try:
-                (known := self._replace(budget=budget)).job()
-                return known
-            except ValueError as error:
-                why = f"on GPUs of {load_profile(self.profile).memory_gib:g} GiB {error}"
-        self.notes.append(
-            f"Neither --wlb-max-tokens auto nor micro-batches of several windows are tried: {why}. Give "
-            "--wlb-memory-budget."
-        )
-        return free
+        free = self._replace(settings=settings.without_memory())
+        job = free.job()
+        if (budget := free.budget_bytes(job)) is None:
+            self.notes.append(
+                "Neither --wlb-max-tokens auto nor micro-batches of several windows are tried: what weights and "
+                "optimizer leave of the memory is not known. Give --wlb-memory-budget."
+            )
+            return free
+        try:
+            (known := self._replace(budget=budget)).job()
+            return known
+        except ValueError as error:
+            self.judged.remarks.append(
+                f"Training refuses this on GPUs of {job.profile.memory_gib:g} GiB, and these numbers are as if it "
+                f"fitted: {error}."
+            )
+            return free
 
 
 def run_of(args: argparse.Namespace, command: list[str]) -> Run:
@@ -176,7 +176,7 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
         launched = read_log(args.log)
     elif command:
         launched = read_command(command, args.world_size)
-    for name, value in _wlb_values(launched).items():
+    for name, value in wlb_values(launched).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     typed = {f.name: value for f in fields(MegatronArguments) if (value := getattr(args, f.name, None)) is not None}
@@ -224,14 +224,14 @@ def _wlb_parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
 
 
-def _wlb_values(launched: Launched) -> dict[str, Any]:
+def wlb_values(launched: Launched) -> dict[str, Any]:
     """Return a run's --wlb settings, with defaults. Raises ValueError if unknown."""
     try:
         found, unknown = add_wlb_arguments(_wlb_parser()).parse_known_args(launched.wlb)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}; give another value, or leave the flag out") from None
     if unknown and not launched.is_log:  # which may be of another release
-        raise ValueError(f"{short(unknown[0])} is no flag of --wlb; leave it out, or see docs/flags.md")
+        raise ValueError(f"{short(unknown[0])} is no flag of --wlb; leave it out, or see --help-all")
     return vars(found)
 
 
@@ -246,9 +246,9 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
             "--nnodes)."
         )
     if a.global_batch_size is None:
-        count = a.pipeline_model_parallel_size * max(1, (a.world_size or ranks) // ranks) * (a.micro_batch_size or 1)
+        count = a.pipeline_model_parallel_size * max(1, (a.world_size or ranks) // ranks) * a.micro_batch_size
         changes["global_batch_size"] = count
-        how = f"PP x DP{' x --micro-batch-size' * ((a.micro_batch_size or 1) > 1)}"
+        how = f"PP x DP{' x --micro-batch-size' * (a.micro_batch_size > 1)}"
         notes.append(f"Assumed: {count} context windows a step, {how} (no --global-batch-size).")
     if model is None and a.vocab_size is None and a.padded_vocab_size is None:
         changes["vocab_size"] = vocabulary(a, notes)

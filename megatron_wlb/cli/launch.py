@@ -32,9 +32,9 @@ _ARGUMENT = re.compile(r"(?:^|\s)(\w+) (?:\.+|(?<=\w{48} )) *(.*)")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _REMEDY = "give the log of a run, as Megatron wrote it"
+_ATTENTION = "experimental_attention_variant"
 NOT_SIMULATED = {
-    "hybrid_override_pattern": "layers of several kinds",
-    "experimental_attention_variant": "another attention",
+    _ATTENTION: "another attention",
     "heterogeneous_layers_config_path": "layers of several kinds",
     "yaml_cfg": "a YAML file of flags",
 }
@@ -47,7 +47,7 @@ _MATTER = {
     **dict.fromkeys(("hybrid_context_parallel", "dynamic_context_parallel"), (False,)),
 }
 """Arguments that affect the time of a step, and are simulated only with these values."""
-_READ = {"tp_comm_overlap", "overlap_p2p_comm_warmup_flush", *masks.READ}
+_READ = {"overlap_p2p_comm_warmup_flush", *masks.READ}
 """Arguments that `analyze` reads besides those of `MegatronArguments`."""
 _OFF = SWITCHED_OFF | {
     name: f"no-{name.replace('_', '-')}" for name in ("masked_softmax_fusion", "create_attention_mask_in_dataloader")
@@ -65,18 +65,18 @@ _FORMER = {
     "activations_checkpoint_granularity": "recompute_granularity",
     "activations_checkpoint_method": "recompute_method",
     "activations_checkpoint_num_layers": "recompute_num_layers",
+    "hybrid_override_pattern": "hybrid_layer_pattern",
 }
-"""Arguments of Megatron before 2022, and their names since."""
+"""Former arguments of Megatron, and their names since."""
 _WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
-"""Arguments that a log shows as TP and ETP if they were not given."""
 _OTHER_MODELS = {
-    "is_hybrid_model": "pretrain_hybrid.py",
+    "is_hybrid_model": "pretrain_mamba.py of a former release",
     "deepspeed": "DeepSpeed",
     "deepspeed_config": "DeepSpeed",
     "language_model_type": "a multimodal model",
     "decoder_seq_length": "pretrain_t5.py",
 }
-"""Arguments that are set if a run trains something other than a GPT of Megatron-core, and what that is."""
+"""Arguments that are set if a run trains something other than models of today's Megatron-core, and what that is."""
 _OTHER_SCRIPTS = re.compile(
     r"(?:.*/)?(?:deepspeed|(?:pretrain|train|finetune|sft|generate|run)_(?!gpt|hybrid|mamba)\w*\.py|(?:nemo|train|finetune)\.py)"
 )
@@ -141,7 +141,7 @@ def arguments_of(text: str, name: str) -> Launched:
 
 
 def _renamed(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a log's arguments by today's names; DeepSpeed's list of one number is that number."""
+    """Return arguments by today's names; DeepSpeed's list of one number is that number."""
     former = {new: found[old] for old, new in _FORMER.items() if found.get(old) is not None}
     if found.get("checkpoint_activations") is True or "recompute_method" in former:
         former = _RECOMPUTE_ALL | former
@@ -163,7 +163,7 @@ def read_command(words: Sequence[str], world_size: int | None = None, *, any_mod
             f"no script such as pretrain_gpt.py in {short(' '.join(words))}; give behind -- what starts the run, from "
             "torchrun or srun on"
         )
-    stated = _stated(words[script + 1 :])
+    stated = _renamed(_stated(words[script + 1 :]))
     if not any_model:
         _refuse_others(words[: script + 1], stated)
     return Launched(stated, list(_wlb_words(stated)), "command", world_size=world_size or _world_size(words[:script]))
@@ -173,7 +173,7 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     """Sort a run's arguments. Raises ValueError for what changes the prediction."""
     stated, left_out = launched.stated, []
     for name, what in NOT_SIMULATED.items():
-        if stated.get(name) in (None, False, *DELTA_NETS):
+        if stated.get(name) in (None, False) or (name == _ATTENTION and stated[name] in DELTA_NETS):
             continue
         if name == "yaml_cfg" or not approximate:
             way = "give flags" if name == "yaml_cfg" else "give --approximate for an estimate without"
@@ -182,22 +182,19 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     has_experts = (arguments.num_experts or 1) > 1
     judged = {name: value for name, value in stated.items() if name not in _ADDED and not name.startswith("wlb")}
     if launched.is_log:
-        shards = {arguments.tensor_model_parallel_size, arguments.expert_tensor_parallel_size or 1}
-        usual = {n: stated[n] for n in _WEIGHT_SHARDS if stated.get(n) in shards}
-        judged = {name: value for name, value in judged.items() if usual.get(name) != value}
+        judged = {name: value for name, value in judged.items() if name not in usual(stated)}
     refused = [name for name, value in judged.items() if refuses(name, value, has_experts=has_experts)]
     strange = [name for name, usual in _MATTER.items() if name in judged and _alone(judged[name]) not in usual]
     off = [name for name, value in judged.items() if switches_off(name, value)]
-    known = {*refused, *off, *strange, *_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
+    read = MegatronArguments.__dataclass_fields__
+    known = {*refused, *off, *strange, *_MATTER, *_READ, *NOT_SIMULATED, *read}
     strangers = [name for name in judged if name not in known]
     _refuse_misspelt(strangers)
     ignored = [] if launched.is_log else strangers
     said = {
         "Left out, since training with --wlb refuses them: {}.": refused,
-        "Left out, since --wlb switches them off: {}.": off,
-        "Attention with --wlb is in bf16; of {} is that of Megatron.": [
-            n for n in ("fp8_dot_product_attention",) if getattr(arguments, n)
-        ],
+        "Left out, since --wlb switches them off: {}.": [n for n in off if n not in read],
+        "Switched off by --wlb, so that only Megatron's time is with them: {}.": [n for n in off if n in read],
         "Not simulated, and so without effect on these numbers: {}.": [n for n in strange if n not in refused],
     }
     remarks = [text.format(" ".join(map(flag_of, names))) for text, names in said.items() if names]
@@ -207,6 +204,12 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
         left_out=list(dict.fromkeys(left_out)),
         remarks=_attention(launched) + remarks,
     )
+
+
+def usual(stated: Mapping[str, Any]) -> set[str]:
+    """Return the arguments that a log shows as TP and ETP because they were not given."""
+    shards = {stated.get("tensor_model_parallel_size", 1), stated.get("expert_tensor_parallel_size") or 1}
+    return {name for name in _WEIGHT_SHARDS if stated.get(name) in shards}
 
 
 def _refuse_misspelt(names: Sequence[str]) -> None:
@@ -247,8 +250,8 @@ def _refuse_others(words: Sequence[str], stated: Mapping[str, Any]) -> None:
     other = other or next((os.path.basename(word) for word in words if _OTHER_SCRIPTS.fullmatch(word)), "")
     if other:
         raise ValueError(
-            f"{other} does not train a GPT of Megatron-core, and nothing else runs with --wlb; for an estimate as if "
-            "it did, give the flags of its model and layout alone"
+            f"{other} trains no GPT or hybrid model of today's Megatron-core, and nothing else runs with --wlb; for "
+            "an estimate as if it did, give the flags of its model and layout alone"
         )
 
 
@@ -341,14 +344,14 @@ def _world_size(launcher: Sequence[str]) -> int | None:
     return tasks or number("WORLD_SIZE") or None
 
 
-def text_of(name: str) -> str:
-    """Return the text of a log, even if damaged. Raises ValueError for other files."""
+def text_of(name: str, of_long: str = f"of a long one its arguments: {BLOCK} LOG") -> str:
+    """Return the text of a log, even if damaged. Raises ValueError for other files; `of_long` is the remedy."""
     if name == "-":
         data = sys.stdin.buffer.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise ValueError(f"- has over {MOST_BYTES >> 20} MiB, the limit; give what is of interest: {BLOCK} LOG")
+            raise ValueError(f"- has over {MOST_BYTES >> 20} MiB, the limit; give {of_long}")
     else:
-        data = files.read(name, MOST_BYTES, f"{_REMEDY}, - for standard input, or of a long one: {BLOCK} LOG")
+        data = files.read(name, MOST_BYTES, f"{_REMEDY}, or {of_long}")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise ValueError(f"{short(name)} is UTF-16; give it as iconv -f UTF-16 -t UTF-8 writes it")
     if b"\0" in data:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from megatron_wlb.describe.megatron import flag_of, has_user_buffers
-from megatron_wlb.describe.refusals import Lenient, dispatches, has_linear_layers
+from megatron_wlb.describe.refusals import Lenient, dispatches
 from megatron_wlb.describe.same import said
 
 
@@ -88,19 +88,13 @@ _ADAPTATIONS = (
     _Adaptation(
         lambda a, given: a.tp_comm_overlap and (a.tensor_model_parallel_size or 1) > 1 and not has_user_buffers(a),
         _without("tp_comm_overlap"),
-        "neither latent attention nor fused operations have user buffers",
+        "latent attention, fused operations, linear and hybrid layers have no user buffers",
         "communication of tensor parallelism is no longer hidden",
     ),
     _Adaptation(
         lambda a, given: a.tp_comm_overlap and a.tensor_model_parallel_size == 1,
         _without("tp_comm_overlap"),
         "there is nothing to overlap with one tensor-parallel rank",
-    ),
-    _Adaptation(
-        lambda a, given: a.tp_comm_overlap and has_linear_layers(a),
-        _without("tp_comm_overlap"),
-        "its tiles know layers of attention alone",
-        "communication of tensor parallelism is no longer hidden",
     ),
     _off(
         "moe_pad_expert_input_to_capacity",
@@ -138,6 +132,7 @@ _ADAPTATIONS = (
     ),
     _off("use_ring_exchange_p2p", _ONE_SIZE, "stages exchange by ordinary sends"),
     _off("cpu_offloading_retain_pinned_cpu_buffers", _ONE_SIZE, "host memory is pinned anew"),
+    _off("fp8_dot_product_attention", "packed attention is in bf16", "attention is not in FP8"),
     _off("log_max_attention_logit", "packed attention does not report the largest logit", "it is not logged"),
 )
 

@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_wlb.job import MAX_TOKENS, Sharding
@@ -73,6 +73,10 @@ class PlanSettings(Settings):
         "Kernel times of the device: a shipped profile or a JSON file. Default: on GPUs by the device's name "
         "(cuDNN's from Hopper on, as TransformerEngine prefers); flops (counts attended pairs) without.",
     )
+
+    def without_memory(self) -> "PlanSettings":
+        """Return the settings that hold where memory is not known yet."""
+        return replace(self, memory_budget=None, max_tokens=None if self.max_tokens == "auto" else self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +152,9 @@ class _Renamed(argparse.Action):
         flag = self.option_strings[0]
         now = FORMER.get(f"{flag} {values}", FORMER.get(flag))
         if now is None:
-            # A former flag may have added the parameter already.
-            if not str(getattr(namespace, self.dest, None)).startswith(f"{values}:"):
+            # A former flag has added the parameter already.
+            kept = getattr(self, "kept", "")
+            if not (kept.startswith(f"{values}:") and kept == getattr(namespace, self.dest, None)):
                 setattr(namespace, self.dest, values)
             return
         if values in _ASK_NOTHING:
@@ -163,6 +168,7 @@ class _Renamed(argparse.Action):
             if isinstance(value, tuple):
                 value = (*(getattr(namespace, action.dest, None) or ()), *value)
             action(parser, namespace, value, now)
+            action.kept = value
 
 
 @functools.cache

@@ -200,7 +200,7 @@ class MegatronArguments:
 
 def _of_pattern(pattern: str) -> dict[str, Any]:
     """Return the arguments that stand for the layers and virtual stages of `--hybrid-layer-pattern`."""
-    stages = pattern.partition("/")[0].split("|")
+    stages = pattern.split("|")
     layout = "|".join("t" * len(stage) for stage in stages)
     whole = {} if len(stages) == 1 else {"pipeline_model_parallel_layout": f"E{layout}L"}
     return whole | {"num_layers": sum(map(len, stages))}
@@ -312,7 +312,7 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
     """Return the kinds of layers. Raises ValueError for those whose cost is not known."""
     kinds = [FULL] * count
     if a.hybrid_layer_pattern:
-        kinds = list(a.hybrid_layer_pattern.partition("/")[0].replace("|", ""))
+        kinds = list(a.hybrid_layer_pattern.replace("|", ""))
         if others := set(kinds) - {FULL, MAMBA, DELTA_NET, MLP, EXPERTS}:
             raise ValueError(
                 f"--hybrid-layer-pattern has {min(others)}; its cost is not known, give of *, M, G, - and E"
@@ -448,16 +448,19 @@ def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
     return 128 if fp4 else 1
 
 
+def has_linear_layers(a: Any) -> bool:
+    """Whether layers have states that run along documents: gated delta nets, or those of a hybrid model."""
+    return any(getattr(a, name, None) for name in ("experimental_attention_variant", "hybrid_layer_pattern"))
+
+
 def has_user_buffers(a: Any) -> bool:
-    """Whether `--tp-comm-overlap` has user buffers for the layers of these arguments."""
-    return not (a.multi_latent_attention or a.use_transformer_engine_op_fuser)
+    """Whether `--tp-comm-overlap` has user buffers, and tiles, for the layers of these arguments."""
+    return not (a.multi_latent_attention or a.use_transformer_engine_op_fuser or has_linear_layers(a))
 
 
 def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
     """Rows of the largest tile of `--tp-comm-overlap`, at most a window; 0 without."""
     if not (a.tp_comm_overlap and has_user_buffers(a)) or parallel.sequence_ranks == 1 or a.seq_length is None:
-        return 0
-    if a.hybrid_layer_pattern or a.experimental_attention_variant:  # tiles know layers of attention alone
         return 0
     unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4) << NUM_TILES - 1
     return min(TILE_ROWS, a.seq_length // parallel.cp) // unit * unit

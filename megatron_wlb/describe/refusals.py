@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from megatron_wlb.describe.megatron import DELTA_NETS, has_linear_layers
 from megatron_wlb.packing import policy_of
 
 _REASONS = {
@@ -24,7 +25,7 @@ _REASONS = {
     "makes a model that is no GPT of Megatron-core; pre-train one": (
         "export_kd_teacher_load export_te_mcore_model modelopt_enabled"
     ),
-    "is a former name; give --hybrid-layer-pattern": "hybrid_override_pattern is_hybrid_model",
+    "is of a former release; give --hybrid-layer-pattern": "hybrid_override_pattern is_hybrid_model",
     "is not supported; leave it out": (
         "enable_mhc_connections heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json "
         "inprocess_restart mla_down_proj_fusion result_rejected_tracker_filename"
@@ -49,11 +50,6 @@ def dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
     return bool(a.num_experts) and chosen
 
 
-def has_linear_layers(a: Any) -> bool:
-    """Whether layers have states that run along documents: gated delta nets, or those of a hybrid model."""
-    return any(getattr(a, name, None) for name in ("experimental_attention_variant", "hybrid_layer_pattern"))
-
-
 def _has_delta_nets(a: Any) -> bool:
     return bool(a.experimental_attention_variant) or "G" in (a.hybrid_layer_pattern or "")
 
@@ -70,7 +66,7 @@ def _mamba_heads(a: Any) -> int:
 
 _REFUSALS: dict[str, Callable[[Any], Any]] = {
     "--experimental-attention-variant {a.experimental_attention_variant} is not supported; give gated_delta_net": (
-        lambda a: a.experimental_attention_variant not in (None, "gated_delta_net", "gdn")
+        lambda a: a.experimental_attention_variant not in (None, *DELTA_NETS)
     ),
     (
         "--linear-num-key-heads and --linear-num-value-heads do not divide by --tensor-model-parallel-size x "

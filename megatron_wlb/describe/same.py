@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_wlb.describe.masks import masks_documents
-from megatron_wlb.describe.refusals import Lenient, has_linear_layers
+from megatron_wlb.describe.megatron import has_linear_layers
+from megatron_wlb.describe.refusals import Lenient
 from megatron_wlb.packing import policy_of
 
 _BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss"}

@@ -201,7 +201,7 @@ class Profile:
         of, run = (name and (gpu_of(name) or name) for name in (self.device, device))
         if None not in (of, run) and of != run:
             remedy = f"take {GPUS[run]}" if run in GPUS else "measure it by megatron-wlb profile"
-            return f"Profile {self.name} is of an {self.device}, and the run's device is {device}: {remedy}."
+            return f"Profile {self.name} is of {self.device}, and the run's device is {device}: {remedy}."
         if precision not in ("bf16", *(recipe for recipe, *_ in self.gains)):
             having = [gpu for gpu, name in GPUS.items() if precision in (each for each, *_ in load_profile(name).gains)]
             others = f", as those of {', '.join(having)} have; take that of the run's device" if having else ""

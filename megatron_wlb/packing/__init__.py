@@ -14,4 +14,7 @@ def policy_of(text: str | None) -> Packing:
     name, _, parameter = (text or DEFAULT_POLICY).partition(":")
     if name not in POLICIES:
         raise ValueError(f"--wlb-packing is {text!r}; choose one of {', '.join(POLICIES)}")
-    return POLICIES[name].of(parameter)
+    try:
+        return POLICIES[name].of(parameter)
+    except ValueError as error:
+        raise ValueError(f"--wlb-packing {text}: {error}") from error

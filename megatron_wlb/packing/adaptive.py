@@ -46,8 +46,7 @@ class AdaptivePacking(Packing):
     def __post_init__(self) -> None:
         if self.max_delay_steps and not 2 * FORCED_STEPS <= self.max_delay_steps <= 1 << 31:
             raise ValueError(
-                f"--wlb-packing adaptive:{self.max_delay_steps}: give a delay from {2 * FORCED_STEPS}, half of which "
-                f"place what is late, to {1 << 31} steps, or none"
+                f"give a delay from {2 * FORCED_STEPS}, half of which place what is late, to {1 << 31} steps, or none"
             )
 
     @classmethod

@@ -43,9 +43,7 @@ class WlbPacking(Packing):
     def __post_init__(self) -> None:
         thresholds = self.outlier_thresholds or (1,)
         if thresholds[0] < 1 or list(thresholds) != sorted(set(thresholds)):
-            raise ValueError(
-                f"--wlb-packing {self}: give lengths of at least 1 in increasing order, such as paper:32768,65536"
-            )
+            raise ValueError("give lengths of at least 1 in increasing order, such as paper:32768,65536")
 
     def thresholds(self, context_length: int) -> tuple[int, ...]:
         if self.outlier_thresholds is not None:

@@ -14,7 +14,7 @@ from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_wlb.adapter import compat
-from megatron_wlb.describe.refusals import has_linear_layers
+from megatron_wlb.describe.megatron import has_linear_layers
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 

@@ -36,7 +36,7 @@ REPORTS = {
     ),
     "do_not": (
         f"{LARGE.replace('--context-parallel-size 2', '')} --dataloader-inter-document-masking --fp8-format hybrid "
-        "--hybrid-override-pattern M*",
+        "--experimental-attention-variant dsa",
         "--approximate --wlb-micro-batches 4 --wlb-documents whole",
     ),
 }

@@ -80,7 +80,11 @@ def test_ranks_that_are_no_number(ranks, capsys):
     "name", ["deepspeed pretrain_gpt.py", "torchrun pretrain_t5.py", "python run_clm.py", "x/train_rl.py", "nemo.py"]
 )
 def test_other_trainers_are_named(name, capsys):
-    refused(capsys, f"-- {name} {JOB}", "does not train a GPT of Megatron-core, and nothing else runs with --wlb")
+    refused(
+        capsys,
+        f"-- {name} {JOB}",
+        "trains no GPT or hybrid model of today's Megatron-core, and nothing else",
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,7 @@ def test_what_training_refuses_is_to_be_taken_out(capsys):
     assert run(RUN, JOB, "--rerun-mode disabled --attention-backend=flash --save dir").judged.refused == []
     for name in NOT_SIMULATED:
         refused(capsys, f"{RUN} {JOB} --{name.replace('_', '-')} 8", " cannot be simulated; give")
+    assert run(RUN, JOB, "--hybrid-override-pattern", "M*M*M").arguments.num_layers == 5
     assert run(RUN, JOB, "--multi-latent-attention --window-size 64,0").judged.refused == []
 
 
@@ -142,7 +147,7 @@ def test_what_training_switches_off_is_named():
     ("flags", "note"),
     [
         ("--cp-comm-type a2a", "Not simulated, and so without effect on these numbers: --cp-comm-type."),
-        ("--fp8-dot-product-attention", "with --wlb is in bf16; of --fp8-dot-product-attention is that of Megatron."),
+        ("--fp8-dot-product-attention", "only Megatron's time is with them: --fp8-dot-product-attention."),
         ("--dynamic-context-parallel", "since training with --wlb refuses them: --dynamic-context-parallel."),
         ("--min-dynamic-context-parallel-size 2", "these numbers: --min-dynamic-context-parallel-size."),
     ],

@@ -121,6 +121,7 @@ MEASURE = "megatron_wlb.runtime.measure."
         ("SMALL --backend aten", "attention backend 'aten' is not available on device 'cpu'", {}),
         ("SMALL --dtype fp8", "--dtype: invalid choice: 'fp8'", {}),
         ("SMALL --num-query-groups 3", "^--num-query-groups 3 does not divide 4 attention heads; change one", {}),
+        ("SMALL --hybrid-layer-pattern M*", "--hybrid-layer-pattern", {}),
         ("SMALL --hidden-size 0", "--hidden-size: '0' must be an integer from 1 to", {}),
         ("SMALL --output FOLDER/no/x.json", "--output .*x.json: the folder .*no does not exist; create it or", {}),
         ("SMALL --output /proc/x.json", "/proc/.*x.json", {}),

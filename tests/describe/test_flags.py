@@ -45,6 +45,8 @@ def test_every_flag_has_a_reason():
         ("--wlb-outlier-thresholds 96,160 --wlb-packing wlb", "--wlb-packing paper:96,160"),
         ("--wlb-max-delay-steps 20 --wlb-packing adaptive", "--wlb-packing adaptive:20"),
         ("--wlb-max-delay-steps 0 --wlb-packing wlb", "--wlb-packing paper"),
+        ("--wlb-outlier-thresholds 96 --wlb-packing paper --wlb-packing paper:7", "--wlb-packing paper:7"),
+        ("--wlb-cp-sharding wlb --wlb-packing adaptive:20 --wlb-packing adaptive", "--wlb-cp-sharding paper"),
         ("--wlb-cp-sharding wlb", "--wlb-cp-sharding paper"),
         ("--wlb-crossover 900", ""),
         ("--wlb-attention-backend te", ""),

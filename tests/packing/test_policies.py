@@ -224,12 +224,12 @@ def test_a_policy_and_its_parameter_are_one_word():
         assert str(policy_of(text)) == text
     for text, message in {
         "best": "--wlb-packing is 'best'; choose one of adaptive, megatron, paper",
-        "megatron:3": "megatron packing has no parameter '3'; leave it out",
+        "megatron:3": "--wlb-packing megatron:3: megatron packing has no parameter '3'; leave it out",
         "paper:9,7": "--wlb-packing paper:9,7: give lengths of at least 1 in increasing order",
-        "paper:x": "'x' must be integers, such as 32768,65536",
+        "paper:x": "--wlb-packing paper:x: 'x' must be integers, such as 32768,65536",
         "adaptive:19": "--wlb-packing adaptive:19: give a delay from 20, half of which place what is late, to",
         "adaptive:-1": "--wlb-packing adaptive:-1: give a delay from 20",
-        "adaptive:20,30": "'20,30' must be an integer",
+        "adaptive:20,30": "--wlb-packing adaptive:20,30: '20,30' must be an integer",
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):
             policy_of(text)
