@@ -109,6 +109,13 @@ def test_quoted_messages_are_those_of_the_code():
         assert re.search("[^\n]*".join(map(re.escape, quote.split("…"))), said), quote
 
 
+def test_the_report_that_is_shown_is_the_one_on_record():
+    shown = re.search(r"## A report\n.*?\n\n((?:    .*\n)+)", (ROOT / "docs" / "analyze.md").read_text(), re.DOTALL)
+    on_record = " ".join((ROOT / "tests" / "cli" / "reports" / "use.txt").read_text().split())
+    parts = [" ".join(part.split()) for part in shown[1].split("    ...\n")]
+    assert len(parts) > 3 and not [part for part in parts if part not in on_record]
+
+
 def test_every_refused_flag_is_named():
     section = (ROOT / "docs" / "training.md").read_text().split("## What is refused")[1]
     named = {f"--{name.replace('_', '-')}" for name in refusals.REFUSED}
