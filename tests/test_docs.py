@@ -166,13 +166,11 @@ def test_figures_are_in_the_result_that_is_named_with_them(page):
 def test_the_tables_of_two_cores_show_the_results():
     step_ms = {timing["what"]: timing["median_ms"] for timing in result("packing")["settings"]["timings"]}
     selection = result("cp_balance")["settings"]["selection"]
-    ours = {row["job"]: row["speedup"] for row in result("analyze")["rows"] if row["scheme"] == "ours"}
     expected = [
         f"{step_ms['core, N=4']:.3f} ms",
         f"{step_ms['core, N=2048']:.0f} ms",
         f"{selection['native_ms']:.2f} ms",
         f"{max(row['error_max'] for row in result('simulator')['rows']) * 100:.1f} %",
-        f"{ours['7B']:.2f}",
     ]
     page = (ROOT / "docs" / "performance.md").read_text()
     assert re.findall(r"\| ([^|]*) \| `benchmarks/results/", page) == expected
@@ -220,17 +218,11 @@ def test_the_start_of_a_run_says_how_far_balancing_losses_are():
 
 def test_the_table_of_jobs_with_experts_shows_the_results():
     section = (ROOT / "docs" / "performance.md").read_text().split("## Expert parallelism")[1].split("\n## ")[0]
-    rows = re.findall(r"^\|[^-|][^|]*\| (.*) \|$", section, re.MULTILINE)[1:]
+    rows = re.findall(r"^\| [^-|][^|]* \| (.*) \|$", section, re.MULTILINE)
     jobs = result("placement")["settings"]["experts"]
     for way, row in zip(("megatron", "sums", "slots"), rows, strict=True):
-        expected = []
-        for pp in (1, 4):
-            some = [job for job in jobs if job["PP"] == pp]
-            times, waits = ([job[name] for job in some] for name in (way, f"{way} waits"))
-            expected.append(f"{statistics.mean(times):.3f} ({max(times):.3f})")
-            digits = 0 if way == "megatron" else 1
-            expected.append(f"{100 * statistics.mean(waits):.{digits}f} % ({100 * max(waits):.{digits}f} %)")
-        assert row.split(" | ") == expected
+        some = [[job[way] for job in jobs if job["PP"] == pp] for pp in (1, 4)]
+        assert row == " | ".join(f"{statistics.mean(times):.3f} ({max(times):.3f})" for times in some)
     saved = [100 * (1 - job["slots / sums"]) for job in jobs]
-    assert f"That is {statistics.mean(saved):.1f} % less time in the mean, from {min(saved):.1f} %" in section
+    assert f"Placing saves {statistics.mean(saved):.1f} % in the mean, from {min(saved):.1f} %" in section
     assert f"to {max(saved):.0f} % (eight ranks, PP=4)" in section
