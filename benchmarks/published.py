@@ -4,10 +4,10 @@
 
 FILE has a row for every publication. Without one, benchmarks/data/published.json is predicted, and
 benchmarks/results/published.json written. Nothing is fitted to a row that is scored: bars of attention kernels are
-predicted by profiles of other bars. What a row leaves open is what its software does (`SOFTWARE`, or the row's field
-`software`), or else: a layer a
-virtual stage as in most of NVIDIA's recipes, micro-batches of one window, windows of one document, 4 M tokens a step.
-Rows that cannot be predicted are listed with the reason.
+predicted by profiles of other bars, but for those of B200, which have one publication alone: MagiAttention's bars give
+the profile, and its packs of documents are scored. What a row leaves open is what its software does (`SOFTWARE`, or the
+row's field `software`), or else: a layer a virtual stage as in most of NVIDIA's recipes, micro-batches of one window,
+windows of one document, 4 M tokens a step. Rows that cannot be predicted are listed with the reason.
 """
 
 import json
@@ -23,14 +23,12 @@ import numpy as np
 from benchmarks import attention, cp_peers, results
 from benchmarks.lengths import DATA, padded
 from benchmarks.results import Row
-from megatron_wlb.cli.profile import predict as predict_times
-from megatron_wlb.cost.attention import attention_kernels, exposed_exchange
 from megatron_wlb.cost.linear import memory_bound, output_matrix, products
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tp_overlap
 from megatron_wlb.hardware.profile import GPUS, Profile, generations, gpu_of, load_profile
-from megatron_wlb.job import FP32, Job, Parallel, Recompute
-from megatron_wlb.model import FULL, MODELS, ModelShape
+from megatron_wlb.job import Job, Parallel, Recompute
+from megatron_wlb.model import FULL, MODELS, WINDOWED, ModelShape, mamba
 from megatron_wlb.pipeline.split import Split, laid_out
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import Passes, pass_times
@@ -97,6 +95,9 @@ a fake router, which deals experts in turn. Most of Bridge's recipes (src/megatr
 DeepEP or HybridEP."""
 
 _MOE = {"gated_linear_unit": True, "padded_vocab_size": 151936, "num_query_groups": 4, "kv_channels": 128}
+_GPT_OSS = {"hidden_size": 2880, "ffn_hidden_size": 4 * 2880, "moe_router_topk": 4, "padded_vocab_size": 201088}
+_GPT_OSS |= {"num_attention_heads": 64, "num_query_groups": 8, "kv_channels": 64}
+_GPT_OSS |= {"window": 128, "pattern": WINDOWED + FULL}
 SHAPES = {
     r"Qwen3.*30B.?A3B|Qwen3.MoE.30B": ModelShape(
         num_layers=48, hidden_size=2048, ffn_hidden_size=8 * 768, num_attention_heads=32, moe_router_topk=8, **_MOE
@@ -104,13 +105,27 @@ SHAPES = {
     r"Qwen3.*235B": ModelShape(
         num_layers=94, hidden_size=4096, ffn_hidden_size=8 * 1536, num_attention_heads=64, moe_router_topk=8, **_MOE
     ),
+    r"GPT.?OSS.120B": ModelShape(num_layers=36, **_GPT_OSS),
+    r"GPT.?OSS.20B": ModelShape(num_layers=24, **_GPT_OSS),
+    r"Nemotron.?3.?Nano": ModelShape(
+        num_layers=52,
+        pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        hybrid=True,
+        hidden_size=2688,
+        ffn_hidden_size=6 * 1856 + 3712,
+        gated_linear_unit=False,
+        num_attention_heads=32,
+        num_query_groups=2,
+        padded_vocab_size=131072,
+        moe_router_topk=6,
+        mamba=mamba(heads=64, head_dim=64, groups=8, state_dim=128),
+    ),
     r"DeepSeek.?V3(?!.*proxy)": MODELS["deepseek-v3"],
     r"Kimi K2": replace(MODELS["deepseek-v3"], num_attention_heads=64, num_query_groups=64, padded_vocab_size=163840),
 }
 """Published configurations of models that rows only name, with experts in all layers."""
 UNSIMULATED = {
-    r"GPT.OSS": "sliding windows are not simulated",
-    r"Nemotron.*(V3|3|Ultra)": "layers that are no transformer layers are not simulated",
+    r"Nemotron.*(Super|Ultra)": "experts of latents are not simulated",
     r"proxy|DSv4": "its layers differ",
 }
 
@@ -351,10 +366,8 @@ def kernels(row: Row) -> Iterator[Row]:
         if (kernel := KERNELS.get(f"{gpu} {name}")) is None:
             continue
         fits = [attention.fitted(kernel, each, without) for each in directions]
-        counts = np.array([attention.counts(lengths, heads) for lengths in packs])
-        times = sum(predict_times(each, counts) for each in fits)
-        of = [sum(attention.flops(lengths, heads, each) for each in directions) for lengths in packs]
-        yield {"quantity": quantity, "predicted": float(np.mean(of / times) / 1e6), "measured": measured["value"]}
+        predicted = attention.rate(packs, heads, directions, fits)
+        yield {"quantity": quantity, "predicted": predicted, "measured": measured["value"]}
 
 
 def distributed(row: Row) -> Iterator[Row]:
@@ -379,30 +392,13 @@ def distributed(row: Row) -> Iterator[Row]:
     ring = replace(job, cp_exchange="ring")
     layers = pass_times(ring, [shard(lengths, ring) for lengths in packs]).layers
     took["ring"] = np.array([each.attention.max(axis=1) + each.exchange for each in layers])
-    took["thd_ring"] = np.array([tiled_ring(lengths, ring) for lengths in packs]).T
+    took["thd_ring"] = np.array([cp_peers.tiled_ring(lengths, ring) for lengths in packs]).T
     for name, times in took.items():
         for direction, rate in zip(("fwd", "bwd"), (of / times).mean(axis=1) / 1e6, strict=True):
             quantity = f"{name.replace('thd_ring', 'ring')}_{direction}".replace("ring_", "ring_p2p_")
             if quantity in asked(row, "measured"):
                 each = {"quantity": quantity, "predicted": float(rate), "measured": row["measured"][quantity]["value"]}
                 yield each | ({"reading": name} if "ring" in name else {})
-
-
-def tiled_ring(lengths: np.ndarray, job: Job) -> list[float]:
-    """Forward and backward of a layer's attention in TransformerEngine's ring of packed documents, us.
-
-    A rank has two chunks of every document and their keys first. In every later step both of its chunks see the first
-    of another rank's, or the second sees both. Each has tiles of its own. Every step adds its output to an fp32 sum.
-    """
-    cp, kernels = job.parallel.cp, attention_kernels(job)
-    one, two = (-(-each // kernels[0].tile_rows) for each in (-(-lengths // (2 * cp)), -(-lengths // cp)))
-    tiles = (two * (two + 1) // 2 + (cp - 1) * one * two).sum()
-    # The last rank, whose second chunk sees both of all others', has most tiles of queries.
-    counts = np.array([[cp], [tiles], [cp * two.sum()]])
-    rows = np.array([float(lengths.sum())])
-    merged = rows * job.model.output_size * (job.bytes_per_value + 2 * FP32) / job.profile.memory_gb_per_s / 1e3
-    busy = [kernel.time(*counts) + merged for kernel in kernels]
-    return [float((each + added)[0]) for each, added in zip(busy, exposed_exchange(job, rows, busy), strict=True)]
 
 
 def predictions(row: Row) -> Iterator[Row]:
