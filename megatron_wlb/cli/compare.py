@@ -26,7 +26,7 @@ from megatron_wlb import files
 from megatron_wlb.cli import common, launch
 from megatron_wlb.cli.common import Words, integer, write_json, writer
 from megatron_wlb.cli.profile import relative_error
-from megatron_wlb.describe.megatron import MegatronArguments
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.simulate.step import TIME_SHARES
 
 FORMAT = "megatron-wlb-comparison"
