@@ -352,7 +352,7 @@ def predicted(name: str, skip: int) -> tuple[list[tuple[str, ...]], list[str], d
     if len(told) < 2:
         raise ValueError(f"{name} has {len(told)} predicted steps after --skip {skip}; {remedy}")
     profile, device = told[0].job.profile, told[0].device
-    if profile.device is not None and not device.startswith(profile.device):
+    if not profile.is_of(device):
         raise ValueError(
             f"{name} ran on {device or 'another device'}, and profile {profile.name} is of {profile.device}; {remedy}"
         )
