@@ -28,7 +28,7 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tp_overlap
 from megatron_wlb.hardware.profile import GPUS, Profile, generations, gpu_of, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
-from megatron_wlb.model import FULL, MODELS, WINDOWED, ModelShape, mamba
+from megatron_wlb.model import FULL, MODELS, ModelShape
 from megatron_wlb.pipeline.split import Split, laid_out
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import Passes, pass_times
@@ -95,9 +95,6 @@ a fake router, which deals experts in turn. Most of Bridge's recipes (src/megatr
 DeepEP or HybridEP."""
 
 _MOE = {"gated_linear_unit": True, "padded_vocab_size": 151936, "num_query_groups": 4, "kv_channels": 128}
-_GPT_OSS = {"hidden_size": 2880, "ffn_hidden_size": 4 * 2880, "moe_router_topk": 4, "padded_vocab_size": 201088}
-_GPT_OSS |= {"num_attention_heads": 64, "num_query_groups": 8, "kv_channels": 64}
-_GPT_OSS |= {"window": 128, "pattern": WINDOWED + FULL}
 SHAPES = {
     r"Qwen3.*30B.?A3B|Qwen3.MoE.30B": ModelShape(
         num_layers=48, hidden_size=2048, ffn_hidden_size=8 * 768, num_attention_heads=32, moe_router_topk=8, **_MOE
@@ -105,27 +102,13 @@ SHAPES = {
     r"Qwen3.*235B": ModelShape(
         num_layers=94, hidden_size=4096, ffn_hidden_size=8 * 1536, num_attention_heads=64, moe_router_topk=8, **_MOE
     ),
-    r"GPT.?OSS.120B": ModelShape(num_layers=36, **_GPT_OSS),
-    r"GPT.?OSS.20B": ModelShape(num_layers=24, **_GPT_OSS),
-    r"Nemotron.?3.?Nano": ModelShape(
-        num_layers=52,
-        pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        hybrid=True,
-        hidden_size=2688,
-        ffn_hidden_size=6 * 1856 + 3712,
-        gated_linear_unit=False,
-        num_attention_heads=32,
-        num_query_groups=2,
-        padded_vocab_size=131072,
-        moe_router_topk=6,
-        mamba=mamba(heads=64, head_dim=64, groups=8, state_dim=128),
-    ),
     r"DeepSeek.?V3(?!.*proxy)": MODELS["deepseek-v3"],
     r"Kimi K2": replace(MODELS["deepseek-v3"], num_attention_heads=64, num_query_groups=64, padded_vocab_size=163840),
 }
 """Published configurations of models that rows only name, with experts in all layers."""
 UNSIMULATED = {
-    r"Nemotron.*(Super|Ultra)": "experts of latents are not simulated",
+    r"GPT.?OSS": "biased and clamped experts and learned sinks are not simulated",
+    r"Nemotron.*(V3|3|Ultra)": "the rates of scans are assumed, and not scored",
     r"proxy|DSv4": "its layers differ",
 }
 
