@@ -89,15 +89,15 @@ def error(name: str, direction: str) -> dict[str, Any]:
     median, p90 = relative_error(np.array(predicted), us)
     stated |= {"held_out": "each length left out in turn", "held_out_median": median, "held_out_p90": p90}
     if tflops := each[name].get("packs", {}).get(direction):
-        got = np.array([packed(n, each["heads"], (direction,), [fitted(name, direction)]) for n in left])
+        of = (each["heads"], (direction,), [fitted(name, direction)])
+        got = np.array([rate(packed_documents(n, PACKS), *of) for n in left])
         median, p90 = relative_error(got, np.array(tflops[-len(left) :]))
         stated["packed documents"] = {"held_out_median": median, "held_out_p90": p90, "bars": len(left)}
     return stated
 
 
-def packed(tokens: int, heads: int, directions: tuple[str, ...], times: list[KernelTimes]) -> float:
-    """Mean TFLOP/s in MagiAttention's packs of documents."""
-    packs = packed_documents(tokens, PACKS)
+def rate(packs: list[np.ndarray], heads: int, directions: tuple[str, ...], times: list[KernelTimes]) -> float:
+    """Mean TFLOP/s in packs of documents; `times` are of the directions."""
     us = sum(predict(each, np.array([counts(lengths, heads) for lengths in packs])) for each in times)
     return float(np.mean([sum(flops(n, heads, each) for each in directions) for n in packs] / us) / 1e6)
 

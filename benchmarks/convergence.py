@@ -9,10 +9,11 @@ weights and the order of documents. All runs of a seed continue from one model, 
 is past the chaos of its first steps. The control `original-shuffled` changes nothing but the order of documents, so its
 gain or loss is noise. Packing that lets nothing wait, as adaptive packing by default, has the gradients of `original`.
 
-A run is one file in the folder of logs (benchmarks/results/convergence by default, POLICY-SEED.json). A finished run is
-kept, one that was killed is done again. At the end, or with --report alone, benchmarks/results/convergence.json and
-docs/convergence.png are written from the logs; `python -m scripts.docs` then writes the table of docs/convergence.md.
-A run takes about a quarter of an hour on a calm core; --quick takes minutes.
+A run is one file in the folder of logs (benchmarks/results/convergence/windows by default, POLICY-SEED.json; those in
+whole_documents are of the former release, whose documents were not cut at windows). A finished run is kept, one that
+was killed is done again. At the end, or with --report alone, benchmarks/results/convergence.json and
+docs/convergence.png are written from the logs; `python -m scripts.docs` then writes the table of docs/convergence.md. A
+run takes about a quarter of an hour on a calm core; --quick takes minutes.
 """
 
 import copy
@@ -328,10 +329,10 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="run nothing, report over the logs that are there")
     args = parser.parse_args()
     scale = QUICK if args.quick else REPORT
-    folder = args.logs or (ROOT / "demo/convergence-quick" if args.quick else results.FOLDER / "convergence")
+    folder = ROOT / "demo/convergence-quick" if args.quick else results.FOLDER / "convergence" / scale.name
     if not args.report:
-        Runs(scale=scale, logs=folder).run_all(args.seeds, args.variants, args.jobs)
-    convergence_report.report(args, convergence_report.read(folder))
+        Runs(scale=scale, logs=args.logs or folder).run_all(args.seeds, args.variants, args.jobs)
+    convergence_report.report(args, convergence_report.read(args.logs or folder))
 
 
 if __name__ == "__main__":

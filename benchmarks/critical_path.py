@@ -1,6 +1,5 @@
 """The arithmetic of `end_to_end_cpu`: what steps must take of the measured passes, and what balance gains of it."""
 
-import statistics
 from collections import Counter
 from typing import NamedTuple
 
@@ -68,7 +67,7 @@ def even_path(layout: str, busy: np.ndarray, count: int | None = None) -> float:
 
 
 def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int | None = None) -> Row:
-    """Sums over the steps of a round, and the errors of each predicted share of a step, in "errors".
+    """Sums over steps, and the errors of each predicted share of a step, in "errors".
 
     Even is with `count` micro-batches on a rank, plain's, so that it measures work whatever a method has.
     """
@@ -118,33 +117,33 @@ def compare(plain: Row, other: Row) -> Row:
     }
 
 
-def summarise(layout: str, count: int, measured: dict[str, list[list[Steps]]], models: dict[str, Costs]) -> list[Row]:
-    """A row for each method: of all rounds together, and the median, least and greatest of single rounds.
+def summarise(layout: str, count: int, measured: dict[str, list[Steps]], models: dict[str, Costs]) -> list[Row]:
+    """A row for each method; the error of its speed-up is by jackknife over steps.
 
     Args:
         layout: its name.
         count: plain's micro-batches of a rank.
-        measured: of every method and round the steps of each rank, plain first.
+        measured: of every method the steps of each rank, plain first.
         models: errors of shares are the last model's.
 
     Raises ValueError if methods trained other numbers of tokens.
     """
-    found = {m: [totals(layout, ranks, models, count) for ranks in rounds] for m, rounds in measured.items()}
-    plain = next(iter(found.values()))
-    rows = []
-    for method, rounds in found.items():
-        if any(p["tokens"] != r["tokens"] for p, r in zip(plain, rounds, strict=True)):
+    plain, *_ = measured.values()
+    of_plain, rows = totals(layout, plain, models, count), []
+    for method, ranks in measured.items():
+        if [step["tokens"] for step in ranks[0]] != [step["tokens"] for step in plain[0]]:
             raise ValueError(f"{layout}, {method}: its steps have other tokens than plain's; compare the same steps")
-        row: Row = {"layout": layout, "windows": count, "method": method, **compare(_sum(plain), _sum(rounds))}
-        single = [compare(p, r) for p, r in zip(plain, rounds, strict=True)]
-        for key in ("speedup", "imbalance"):
-            values = [s[key] for s in single]
-            row |= {f"{key}_{f.__name__}": f(values) for f in (statistics.median, min, max)}
-        errors = np.concatenate([r["errors"] for r in rounds])
+        found = totals(layout, ranks, models, count)
+        errors = found.pop("errors")
+        seconds = np.array([[step["seconds"] for step in of[0]] for of in (plain, ranks)])
+        row: Row = {"layout": layout, "windows": count, "method": method, **compare(of_plain, found)}
+        row |= {"speedup_error": ratio_error(*seconds), "tokens": found["tokens"], "seconds": found["seconds"]}
         row |= {"share_error_median": float(np.median(errors)), "share_error_p90": float(np.quantile(errors, 0.9))}
-        rows.append(row | {key: sum(r[key] for r in rounds) for key in ("tokens", "seconds")})
+        rows.append(row)
     return rows
 
 
-def _sum(rounds: list[Row]) -> Row:
-    return {key: sum(r[key] for r in rounds) for key in rounds[0] if key != "errors"}
+def ratio_error(above: np.ndarray, below: np.ndarray) -> float:
+    """Standard error of the ratio of two sums of paired values, float64 [n] each, by jackknife."""
+    left_out = (above.sum() - above) / (below.sum() - below)
+    return float(np.sqrt((len(left_out) - 1) * left_out.var()))

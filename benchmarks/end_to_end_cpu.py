@@ -1,10 +1,10 @@
 """How much faster real training gets on two CPU cores: upstream's `pretrain()` with `--wlb` against plain packing.
 
-    python -m benchmarks.end_to_end_cpu [--quick] [--check] [--layouts DP=2 ...] [--rounds N]
+    python -m benchmarks.end_to_end_cpu [--quick] [--check] [--layouts DP=2 ...]
 
 Two processes of one thread, each pinned to a core, train a small model on documents of random tokens with the lengths
-of F2. Plain is Megatron's packing: a micro-batch for every window, in its order, sharded per sequence. Methods run by
-turns, every round on the next steps, and all train the same tokens in each step.
+of F2. Plain is Megatron's packing: a micro-batch for every window, in its order, sharded per sequence. Methods train
+step by step by turns, and the same tokens in each step.
 
 Busy is the CPU time of forward and backward passes in the thread that trains, by rank and micro-batch, without waits.
 The critical path (`critical_path`) is the time that a step must take of it, imbalance the critical path over an even
@@ -15,6 +15,7 @@ messages or a busy core. Writes benchmarks/results/end_to_end_cpu.json, in about
 meanwhile spoils it.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -25,18 +26,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks import results
 from benchmarks.critical_path import Costs, fit, summarise
 from benchmarks.lengths import WINDOW, f2
 from benchmarks.results import ROOT
-from benchmarks.training_cpu import SHAPE, TRAINING, Steps, arguments, train, warm, write_dataset
-from tests.worlds import run_world
+from benchmarks.training_cpu import SHAPE, TRAINING, Steps, arguments, by_turns, train, warm, write_dataset
 
 COLUMNS = (
-    *("layout", "windows", "method", "speedup", "speedup_min", "speedup_max", "speedup_by_cpu_time", "attainable"),
+    *("layout", "windows", "method", "speedup", "speedup_error", "speedup_by_cpu_time", "attainable"),
     *("fraction", "imbalance", "imbalance by trained", "other_computing", "no_computing"),
 )
 PREDICTED = ("layout", "windows", "method", "computing_gain", "computing_gain by trained", "share_error_median")
@@ -61,8 +59,7 @@ class Size(NamedTuple):
     windows: tuple[int, ...]
     """Of a data-parallel rank in a step."""
     steps: int
-    """Measured, per round and method."""
-    rounds: int
+    """Measured."""
 
 
 PLAIN = "--wlb-packing megatron --wlb-cp-sharding per-sequence"
@@ -80,19 +77,17 @@ LAYOUTS = (
 )
 LONGEST = 2
 """S_max, in windows."""
-SIZE = Size(window=4096, windows=(4, 8), steps=4, rounds=2)
-QUICK = Size(window=2048, windows=(4,), steps=2, rounds=1)
+SIZE = Size(window=4096, windows=(4, 8), steps=8)
+QUICK = Size(window=2048, windows=(4,), steps=2)
 
 
 def main() -> None:
     parser = results.parser(__doc__, "about a minute: a short window")
     parser.add_argument("--layouts", nargs="+", choices=[layout.name for layout in LAYOUTS], help="default: all")
-    parser.add_argument("--rounds", type=int, help=f"default: {SIZE.rounds}, with --quick {QUICK.rounds}")
     args = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("end_to_end_cpu: this process may run on one core only; it needs two")
     size = QUICK if args.quick else SIZE
-    size = size._replace(rounds=args.rounds or size.rounds)
     layouts = [layout for layout in LAYOUTS if layout.name in (args.layouts or (layout.name,))]
     lengths, rows = np.maximum(f2(20000, 0) * size.window // WINDOW, 2), []
     with tempfile.TemporaryDirectory() as folder:
@@ -130,24 +125,21 @@ def calibrate(size: Size, dataset: str, profile: Path) -> dict[str, Costs]:
     linear = data["linear"]["forward_us_per_token"] + data["linear"]["backward_us_per_token"]
     windows, last = 2 * min(size.windows), size.steps + 1
     argv = arguments(dataset, size.window, windows, last, f"--wlb --wlb-profile {profile} {PLAIN}")
-    steps = [step for steps in run_world(train, 2, argv, 1, timeout=600) for step in steps]
+    trained = by_turns({"plain": functools.partial(train, argv=argv, first=1)})["plain"]
+    steps = [step for of_rank in trained for step in of_rank]
     return {"profile": Costs(data["crossover_tokens"], linear), "trained": fit(steps)}
 
 
 def measure(
     layout: Layout, windows: int, size: Size, dataset: str, profile: Path, crossover: int
-) -> dict[str, list[list[Steps]]]:
-    """Method -> of every round: the steps of each rank."""
-    measured: dict[str, list[list[Steps]]] = {method: [] for method in layout.methods}
-    for number in track(range(size.rounds), f"{layout.name}, {windows}", console=Console(stderr=True)):
-        # Turns go back and forth, so that none always follows the same other.
-        for method in list(layout.methods)[:: 1 if number % 2 == 0 else -1]:
-            first = 2 + (number + 1) * size.steps
-            flags = f"--wlb --wlb-profile {profile}"
-            flags += f" --wlb-max-tokens {LONGEST * size.window} {layout.flags} {layout.methods[method]}"
-            argv = arguments(dataset, size.window, windows * layout.ranks, first + size.steps, flags)
-            measured[method].append(run_world(train, 2, argv, first, crossover, timeout=600))
-    return measured
+) -> dict[str, list[Steps]]:
+    """Method -> the steps of each rank."""
+    first, methods = size.steps + 2, {}  # behind those of the fit
+    for method, of_method in layout.methods.items():
+        flags = f"--wlb --wlb-profile {profile} --wlb-max-tokens {LONGEST * size.window} {layout.flags} {of_method}"
+        argv = arguments(dataset, size.window, windows * layout.ranks, first + size.steps, flags)
+        methods[method] = functools.partial(train, argv=argv, first=first, crossover=crossover)
+    return by_turns(methods)
 
 
 def goals(layouts: list[Layout], rows: list[results.Row]) -> list[results.Goal]:

@@ -4,10 +4,10 @@
 
 FILE has a row for every publication. Without one, benchmarks/data/published.json is predicted, and
 benchmarks/results/published.json written. Nothing is fitted to a row that is scored: bars of attention kernels are
-predicted by profiles of other bars. What a row leaves open is what its software does (`SOFTWARE`, or the row's field
-`software`), or else: a layer a
-virtual stage as in most of NVIDIA's recipes, micro-batches of one window, windows of one document, 4 M tokens a step.
-Rows that cannot be predicted are listed with the reason.
+predicted by profiles of other bars, but for those of B200, which have one publication alone: MagiAttention's bars give
+the profile, and its packs of documents are scored. What a row leaves open is what its software does (`SOFTWARE`, or the
+row's field `software`), or else: a layer a virtual stage as in most of NVIDIA's recipes, micro-batches of one window,
+windows of one document, 4 M tokens a step. Rows that cannot be predicted are listed with the reason.
 """
 
 import json
@@ -23,13 +23,11 @@ import numpy as np
 from benchmarks import attention, cp_peers, results
 from benchmarks.lengths import DATA, padded
 from benchmarks.results import Row
-from megatron_wlb.cli.profile import predict as predict_times
-from megatron_wlb.cost.attention import attention_kernels, exposed_exchange
 from megatron_wlb.cost.linear import memory_bound, output_matrix, products
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tp_overlap
 from megatron_wlb.hardware.profile import GPUS, Profile, generations, gpu_of, load_profile
-from megatron_wlb.job import FP32, Job, Parallel, Recompute
+from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import FULL, MODELS, ModelShape
 from megatron_wlb.pipeline.split import Split, laid_out
 from megatron_wlb.sharding.select import shard
@@ -109,8 +107,8 @@ SHAPES = {
 }
 """Published configurations of models that rows only name, with experts in all layers."""
 UNSIMULATED = {
-    r"GPT.OSS": "sliding windows are not simulated",
-    r"Nemotron.*(V3|3|Ultra)": "layers that are no transformer layers are not simulated",
+    r"GPT.?OSS": "biased and clamped experts and learned sinks are not simulated",
+    r"Nemotron.*(V3|3|Ultra)": "the rates of scans are assumed, and not scored",
     r"proxy|DSv4": "its layers differ",
 }
 
@@ -351,10 +349,8 @@ def kernels(row: Row) -> Iterator[Row]:
         if (kernel := KERNELS.get(f"{gpu} {name}")) is None:
             continue
         fits = [attention.fitted(kernel, each, without) for each in directions]
-        counts = np.array([attention.counts(lengths, heads) for lengths in packs])
-        times = sum(predict_times(each, counts) for each in fits)
-        of = [sum(attention.flops(lengths, heads, each) for each in directions) for lengths in packs]
-        yield {"quantity": quantity, "predicted": float(np.mean(of / times) / 1e6), "measured": measured["value"]}
+        predicted = attention.rate(packs, heads, directions, fits)
+        yield {"quantity": quantity, "predicted": predicted, "measured": measured["value"]}
 
 
 def distributed(row: Row) -> Iterator[Row]:
@@ -379,30 +375,13 @@ def distributed(row: Row) -> Iterator[Row]:
     ring = replace(job, cp_exchange="ring")
     layers = pass_times(ring, [shard(lengths, ring) for lengths in packs]).layers
     took["ring"] = np.array([each.attention.max(axis=1) + each.exchange for each in layers])
-    took["thd_ring"] = np.array([tiled_ring(lengths, ring) for lengths in packs]).T
+    took["thd_ring"] = np.array([cp_peers.tiled_ring(lengths, ring) for lengths in packs]).T
     for name, times in took.items():
         for direction, rate in zip(("fwd", "bwd"), (of / times).mean(axis=1) / 1e6, strict=True):
             quantity = f"{name.replace('thd_ring', 'ring')}_{direction}".replace("ring_", "ring_p2p_")
             if quantity in asked(row, "measured"):
                 each = {"quantity": quantity, "predicted": float(rate), "measured": row["measured"][quantity]["value"]}
                 yield each | ({"reading": name} if "ring" in name else {})
-
-
-def tiled_ring(lengths: np.ndarray, job: Job) -> list[float]:
-    """Forward and backward of a layer's attention in TransformerEngine's ring of packed documents, us.
-
-    A rank has two chunks of every document and their keys first. In every later step both of its chunks see the first
-    of another rank's, or the second sees both. Each has tiles of its own. Every step adds its output to an fp32 sum.
-    """
-    cp, kernels = job.parallel.cp, attention_kernels(job)
-    one, two = (-(-each // kernels[0].tile_rows) for each in (-(-lengths // (2 * cp)), -(-lengths // cp)))
-    tiles = (two * (two + 1) // 2 + (cp - 1) * one * two).sum()
-    # The last rank, whose second chunk sees both of all others', has most tiles of queries.
-    counts = np.array([[cp], [tiles], [cp * two.sum()]])
-    rows = np.array([float(lengths.sum())])
-    merged = rows * job.model.output_size * (job.bytes_per_value + 2 * FP32) / job.profile.memory_gb_per_s / 1e3
-    busy = [kernel.time(*counts) + merged for kernel in kernels]
-    return [float((each + added)[0]) for each, added in zip(busy, exposed_exchange(job, rows, busy), strict=True)]
 
 
 def predictions(row: Row) -> Iterator[Row]:

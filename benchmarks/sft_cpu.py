@@ -1,13 +1,13 @@
 """How much faster `--sft --wlb` trains conversations than upstream: measured on two cores, predicted for 64 GPUs.
 
-    python -m benchmarks.sft_cpu [--quick] [--check] [--rounds N]
+    python -m benchmarks.sft_cpu [--quick] [--check]
 
 Upstream's `--sft` makes a context window of every line of its file: the line's conversations, then padding, which the
 last of them attends over. `--sft --wlb` trains the same lines in the same steps, without the padding. Both are timed
 with a conversation a line, as most files have it, where nearly everything is padding (`settings.padding`), and with
 lines as full as whole conversations in file order make them. TransformerEngine's attention over several conversations
 runs on no CPU: upstream's windows are trained by this project's runtime, sharded by heads and tails of every
-conversation. Methods run by turns; upstream's of a conversation a line in the first round alone.
+conversation. Methods train step by step by turns.
 
 Lengths: one conversation in ten is long, log-uniform over the 8K to 64K tokens that LongAlign-10k's page gives as its
 range; the others stand for UltraChat's, log-normal with a median of 1,000. Neither histogram was published in text: the
@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks import cp_balance, results, step_time
-from benchmarks.critical_path import critical_path
+from benchmarks.critical_path import critical_path, ratio_error
 from benchmarks.end_to_end_cpu import measure_profile
 from benchmarks.lengths import WINDOW
 from benchmarks.peers import as_megatron
 from benchmarks.results import Row
 from benchmarks.step_time import Case
-from benchmarks.training_cpu import Steps, arguments, train, warm
+from benchmarks.training_cpu import Steps, Turns, arguments, by_turns, train, warm
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.plan.micro_batches import predictions
@@ -44,14 +44,14 @@ from megatron_wlb.plan.samples import Rows, Samples
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import simulate_step
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
-from tests.worlds import run_world
 
 SHORTER = 16
 """Windows and conversations on two cores are shorter by this."""
 LONG_SHARE, LONG, MEDIAN, SIGMA = 0.1, (8192, 65_536), 1000, 0.8
 WINDOWS = 4
 """Of a step, on two cores."""
-STEPS, ROUNDS = 3, 2
+STEPS = 6
+CLOCKS = ("seconds", "computing")
 LAYOUTS = {"DP=2": "", "CP=2": "--context-parallel-size 2", "PP=2": "--pipeline-model-parallel-size 2"}
 AS_UPSTREAM = "--wlb-packing megatron --wlb-cp-sharding per-document"
 FORMAT, FORMAT_TOKENS = "nemotron-nano-v2", 30
@@ -89,7 +89,7 @@ def padded(lengths: np.ndarray, begins: np.ndarray, window: int) -> np.ndarray:
     return found
 
 
-def train_padded(argv: list[str], first: int) -> Steps:
+def train_padded(turns: Turns, way: int, argv: list[str], first: int) -> Steps:
     """`train`, of lines that are padded to the window."""
     from megatron_wlb.adapter import conversations
 
@@ -100,7 +100,7 @@ def train_padded(argv: list[str], first: int) -> Steps:
         return replace(found, lengths=padded(found.lengths, found.begins, args.seq_length))
 
     conversations.read = read_padded
-    return train(argv, first)
+    return train(turns, way, argv, first)
 
 
 def measured(folder: Path, size: Namespace) -> list[Row]:
@@ -119,41 +119,32 @@ def measured(folder: Path, size: Namespace) -> list[Row]:
         ]
         chats = write_chats(folder / f"{kind}.jsonl", rows)
         for layout, of_layout in LAYOUTS.items():
-            rounds: dict[str, list[Row]] = {UPSTREAM: [], OURS: []}
-            for number in range(size.rounds):
-                for method in list(rounds)[:: -1 if number % 2 else 1]:
-                    if method == UPSTREAM and kind == SINGLE and number:
-                        continue
-                    first = 1 + number * size.steps
-                    how = f"{of_layout} {AS_UPSTREAM}" if method == UPSTREAM else of_layout
-                    argv = arguments(chats, window, WINDOWS, first + size.steps, f"{flags} {how}")
-                    trains = train_padded if method == UPSTREAM else train
-                    rounds[method].append(totals(layout, run_world(trains, 2, argv, first, timeout=600)))
-                    print(layout, kind, method, rounds[method][-1], flush=True)
-            found.append({"layout": layout, "over": f"{UPSTREAM}, {kind}", **compared(rounds)})
+            argv = arguments(chats, window, WINDOWS, 1 + size.steps, f"{flags} {of_layout}")
+            methods = {
+                UPSTREAM: partial(train_padded, argv=[*argv, *AS_UPSTREAM.split()], first=1),
+                OURS: partial(train, argv=argv, first=1),
+            }
+            found.append({"layout": layout, "over": f"{UPSTREAM}, {kind}", **compared(layout, by_turns(methods))})
+            print(found[-1], flush=True)
     return found
 
 
-def totals(layout: str, ranks: list[Steps]) -> Row:
-    """Time by the clock, and time of computing of a round."""
-    sums = {"seconds": 0.0, "computing": 0.0}
+def compared(layout: str, measured: dict[str, list[Steps]]) -> Row:
+    """Upstream's time over ours, by the clock and of computing, and standard errors."""
+    times = {clock: np.array([of_steps(layout, ranks, clock) for ranks in measured.values()]) for clock in CLOCKS}
+    row = {f"over theirs, {clock}": float(theirs.sum() / ours.sum()) for clock, (theirs, ours) in times.items()}
+    return row | {f"over theirs, {clock}, error": ratio_error(*both) for clock, both in times.items()}
+
+
+def of_steps(layout: str, ranks: list[Steps], clock: str) -> list[float]:
+    """Time of every step."""
+    found = []
     for of_ranks in zip(*ranks, strict=True):
+        rest = float(np.mean([step["seconds" if clock == "seconds" else "other"] for step in of_ranks]))
         busy = np.array([step["busy"] for step in of_ranks])
-        sums["seconds"] += float(np.mean([step["seconds"] for step in of_ranks]))
-        sums["computing"] += critical_path(layout, busy, of_ranks[0]["group"])
-        sums["computing"] += float(np.mean([step["other"] for step in of_ranks]))
-    return sums
-
-
-def compared(rounds: dict[str, list[Row]]) -> Row:
-    """Upstream's time over ours, of the rounds of both together, and the spread of rounds."""
-    row: Row = {}
-    pairs = list(zip(rounds[UPSTREAM], rounds[OURS], strict=False))
-    for clock in ("seconds", "computing"):
-        theirs, ours = (sum(pair[i][clock] for pair in pairs) for i in range(2))
-        row[f"over theirs, {clock}"] = theirs / ours
-        row |= results.spread(f"over theirs, {clock}, rounds", [one[clock] / other[clock] for one, other in pairs])
-    return row
+        path = critical_path(layout, busy, of_ranks[0]["group"])
+        found.append(rest if clock == "seconds" else rest + path)
+    return found
 
 
 def predicted(steps: int) -> list[Row]:
@@ -198,11 +189,9 @@ def rows_of(lengths: np.ndarray, begins: np.ndarray) -> Rows:
 
 
 def main() -> None:
-    parser = results.parser(__doc__, "one round of two steps, a shorter window")
-    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}")
-    args = parser.parse_args()
-    rounds, steps = (1, 2) if args.quick else (args.rounds or ROUNDS, STEPS)
-    size = Namespace(window=WINDOW // SHORTER, rounds=rounds, steps=steps, lines=(1 + rounds * steps) * WINDOWS)
+    args = results.parser(__doc__, "two steps").parse_args()
+    steps = 2 if args.quick else STEPS
+    size = Namespace(window=WINDOW // SHORTER, steps=steps, lines=(1 + steps) * WINDOWS)
     with tempfile.TemporaryDirectory() as folder:
         rows = measured(Path(folder), size)
     forecast = predicted(2 if args.quick else 12)

@@ -33,8 +33,9 @@ from benchmarks.lengths import WINDOW, f2, samples
 from benchmarks.peers import as_megatron
 from benchmarks.results import Row
 from megatron_wlb.cli.analyze.layouts import relieved
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.describe.megatron import MegatronArguments, tile_rows, tp_overlap
+from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute

@@ -1,14 +1,17 @@
 """Real training on cores of this machine: upstream's `pretrain()`, and the CPU time of each rank's passes.
 
-Processes are forks of one that has imported everything, with one thread on a core of their own.
+Processes are forks of one that has imported everything, with one thread on a core of their own. Methods take turns in
+every step, and which begins changes from step to step; so what else the machine does hits all.
 """
 
 import logging
+import multiprocessing as mp
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from megatron_wlb.describe import make
 from megatron_wlb.job import Job
 from tests.adapter.datasets import write_index
 from tests.reference.sharding import rank_work
+from tests.worlds import HANGS_SECONDS, collect, world
 
 SHAPE = "--hidden-size 256 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 704 --swiglu".split()
 SEED = 1234
@@ -71,7 +75,40 @@ def arguments(dataset: str, window: int, windows: int, last_step: int, flags: st
     return [*SHAPE, *TRAINING, *sizes.split(), "--data-path", dataset, "--train-iters", str(last_step), *flags.split()]
 
 
-def train(argv: list[str], first: int, crossover: int | None = None) -> Steps:
+class Turns:
+    """Whose turn it is: all ranks of a way train a step, then all of another."""
+
+    def __init__(self, ranks: int, ways: int) -> None:
+        self._ranks, self._ways, self._finished, self._changed = ranks, ways, mp.Value("q", 0), mp.Condition()
+
+    def wait(self, way: int, step: int) -> None:
+        """Return when this way may train its step, from 0 on; its step before has ended."""
+        with self._changed:
+            self._finished.value += step > 0
+            self._changed.notify_all()
+            place = self._ways * step + (way + step) % self._ways
+            self._changed.wait_for(lambda: self._finished.value >= place * self._ranks)
+
+    def end(self) -> None:
+        """Let others train when the last step has ended."""
+        with self._changed:
+            self._finished.value += 1
+            self._changed.notify_all()
+
+
+def by_turns(methods: Mapping[str, Callable[[Turns, int], Steps]], ranks: int = 2) -> dict[str, list[Steps]]:
+    """Train in a world for every method, by turns; the steps of its ranks."""
+    turns = Turns(ranks, len(methods))
+    with ExitStack() as stack:
+        readers = {
+            method: stack.enter_context(world(trains, ranks, turns, way))
+            for way, (method, trains) in enumerate(methods.items())
+        }
+        deadline = time.monotonic() + len(methods) * HANGS_SECONDS
+        return {method: collect(of_method, deadline) for method, of_method in readers.items()}
+
+
+def train(turns: Turns, way: int, argv: list[str], first: int, crossover: int | None = None) -> Steps:
     """In every process: train the steps from `first` on, at least 1, and the one before to warm up.
 
     `crossover` is that of training here, which no profile has; None: of the profile.
@@ -109,6 +146,8 @@ def train(argv: list[str], first: int, crossover: int | None = None) -> Steps:
         return result
 
     def train_step_timed(*args: Any, **kwargs: Any) -> Any:
+        turns.wait(way, len(steps))
+        last[:] = [time.perf_counter(), time.thread_time()]
         passes.update(forward=[], backward=[])
         result = train_step(*args, **kwargs)
         now = [time.perf_counter(), time.thread_time()]
@@ -119,7 +158,6 @@ def train(argv: list[str], first: int, crossover: int | None = None) -> Steps:
         seconds, computing = (end - begin for begin, end in zip(last, now, strict=True))
         step = {"seconds": seconds, "busy": np.bincount(order, weights=both).tolist()}
         steps.append(step | {"other": computing - sum(step["busy"])} | cost)
-        last[:] = now
         return result
 
     def plan_kept(packed: Any, job: Any, dp_rank: int) -> Any:
@@ -134,6 +172,7 @@ def train(argv: list[str], first: int, crossover: int | None = None) -> Steps:
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
     step.plan_packed = plan_kept
     pretrain([*argv, "--distributed-backend", "gloo", *cpu.FLAGS])
+    turns.end()
     return steps[1:]
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made of: integers only, half-open ranges.
+"""What a plan is made of: half-open ranges of integers.
 
 A sample of Megatron's dataset consists of pieces of documents; each is a document for everything that follows.
 """

@@ -29,8 +29,9 @@ from megatron_wlb.cli.data import data_of, names_of
 from megatron_wlb.cli.job import vocabulary, wlb_values
 from megatron_wlb.cli.launch import Launched, read_command, read_log
 from megatron_wlb.cli.main import Parser, in_one_line
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
-from megatron_wlb.describe.megatron import MegatronArguments, parallel_of
+from megatron_wlb.describe.megatron import parallel_of
 from megatron_wlb.job import Parallel
 from rehearsal.build import transformer_engine
 from rehearsal.run import chosen, matched, rehearse, verdict

@@ -9,8 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_wlb.cli.launch import usual
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
-from megatron_wlb.describe.megatron import MegatronArguments
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, shipped_profiles
 from megatron_wlb.job import Sharding
 

@@ -22,7 +22,8 @@ import numpy as np
 from packaging.version import Version
 
 from megatron_wlb import files
-from megatron_wlb.describe.megatron import MegatronArguments, has_linear_layers, parallel_of
+from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.describe.megatron import has_linear_layers, parallel_of
 
 _SCRIPT = "forward_step loss_func get_batch train_valid_test_datasets_provider core_gpt_dataset_config_from_args"
 """Functions of upstream's `pretrain_gpt.py` that do not run with `--wlb`."""

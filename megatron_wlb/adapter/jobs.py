@@ -12,8 +12,9 @@ import torch
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.describe import refusals
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
-from megatron_wlb.describe.megatron import MegatronArguments, job_of
+from megatron_wlb.describe.megatron import job_of
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
 from megatron_wlb.job import Job, Sharding
 from megatron_wlb.packing import policy_of

@@ -103,8 +103,8 @@ class Plans:
 
     def job(self, split: str, step: int) -> Job:
         """Return the job of a step; the first one's for steps before this process."""
-        jobs = self._jobs[split]
-        return next((job for first, job in reversed(jobs) if first <= step), jobs[0][1])
+        by_step = self._jobs[split]
+        return next((job for first, job in reversed(by_step) if first <= step), by_step[0][1])
 
     @ranged("wlb plan")
     def begin(self, split: str, step: int, device: torch.device) -> tuple[StepPlan, np.ndarray | None]:

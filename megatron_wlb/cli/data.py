@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from megatron_wlb import files
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
-from megatron_wlb.describe.megatron import MegatronArguments
 from megatron_wlb.plan.dataset import doubts, read_lengths
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, blended, windows

@@ -13,17 +13,10 @@ import numpy as np
 from megatron_wlb import files
 from megatron_wlb.cli.common import integer
 from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_log
+from megatron_wlb.describe.arguments import SWITCHED_OFF, MegatronArguments, flag_of, short
 from megatron_wlb.describe.flags import PlanSettings, RunSettings, add_wlb_arguments
-from megatron_wlb.describe.megatron import (
-    SWITCHED_OFF,
-    MegatronArguments,
-    flag_of,
-    has_linear_layers,
-    job_of,
-    model_of,
-    precision_of,
-    short,
-)
+from megatron_wlb.describe.megatron import has_linear_layers, job_of, precision_of
+from megatron_wlb.describe.shape import model_of
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
 from megatron_wlb.job import Job, Packing, Sharding
 from megatron_wlb.model import MODELS, ModelShape

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from megatron_wlb import files
 from megatron_wlb.describe import masks
 from megatron_wlb.describe.adapt import switches_off
-from megatron_wlb.describe.megatron import DELTA_NETS, FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
+from megatron_wlb.describe.arguments import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
 from megatron_wlb.describe.refusals import refuses
+from megatron_wlb.describe.shape import DELTA_NETS
 
 MOST_BYTES = 1 << 28
 """Largest log that is read. `BLOCK` cuts a larger one."""

@@ -4,7 +4,8 @@ from argparse import Namespace
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from megatron_wlb.describe.megatron import flag_of, has_user_buffers
+from megatron_wlb.describe.arguments import flag_of
+from megatron_wlb.describe.megatron import has_user_buffers
 from megatron_wlb.describe.refusals import Lenient, dispatches
 from megatron_wlb.describe.same import said
 

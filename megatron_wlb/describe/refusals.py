@@ -4,7 +4,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron_wlb.describe.megatron import DELTA_NETS, has_linear_layers
+from megatron_wlb.describe.megatron import has_linear_layers
+from megatron_wlb.describe.shape import DELTA_NETS
 from megatron_wlb.packing import policy_of
 
 _REASONS = {

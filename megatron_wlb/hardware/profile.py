@@ -194,13 +194,18 @@ class Profile:
         backward = kernel(self.backward, 1.0) if self.backward else kernel(self.forward, self.attention_backward)
         return kernel(self.forward, 1.0), backward
 
+    def is_of(self, device: str | None) -> bool:
+        """Whether this may be the profile of a device, by torch's name for it; None is unknown."""
+        of, run = (name and (gpu_of(name) or name) for name in (self.device, device))
+        return None in (of, run) or of == run
+
     def misfit(self, device: str | None, precision: str) -> str:
         """Return how a run's device or precision is not of this profile, with the remedy; "" if it is."""
         if self.counts_pairs:
             return ""
-        of, run = (name and (gpu_of(name) or name) for name in (self.device, device))
-        if None not in (of, run) and of != run:
-            remedy = f"take {GPUS[run]}" if run in GPUS else "measure it by megatron-wlb profile"
+        if not self.is_of(device):
+            run = gpu_of(device or "")
+            remedy = f"take {GPUS[run]}" if run else "measure it by megatron-wlb profile"
             return f"Profile {self.name} is of {self.device}, and the run's device is {device}: {remedy}."
         if precision not in ("bf16", *(recipe for recipe, *_ in self.gains)):
             having = [gpu for gpu, name in GPUS.items() if precision in (each for each, *_ in load_profile(name).gains)]

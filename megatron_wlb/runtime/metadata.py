@@ -86,6 +86,14 @@ class PackedOrder(NamedTuple):
         return torch.bucketize(rows, self.cu_seqlens[1:], out_int32=True, right=True)[None]
 
 
+def _packed_order(plan: ShardPlan) -> list[np.ndarray]:
+    """Return the arrays of `PackedOrder`."""
+    to_ranks = np.concatenate([held_rows(plan.lengths, shard) for shard in plan.shards])
+    from_ranks = np.empty_like(to_ranks)
+    from_ranks[to_ranks] = np.arange(len(to_ranks))
+    return [from_ranks, to_ranks, document_begins(plan.lengths[plan.lengths > 0])]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardMetadata:
     """Rows, positions and attention calls of one rank's shard.
@@ -130,8 +138,8 @@ class ShardMetadata:
         arrays, layouts, tables = [positions(plan.shards[cp_rank])], [], []
         num_rows = len(arrays[0])
         of_whole = sum(int((call["stop"] - call["start"]).sum()) for call in plan.calls(cp_rank, Keys.WHOLE))
-        whole, shared = slice(0, of_whole), slice(of_whole, len(arrays[0]))
-        rows_of: dict[Round, slice] = {Keys.ALL: slice(0, len(arrays[0])), Keys.WHOLE: whole}
+        whole, shared = slice(0, of_whole), slice(of_whole, num_rows)
+        rows_of: dict[Round, slice] = {Keys.ALL: slice(0, num_rows), Keys.WHOLE: whole}
         rounds = {window: plan.rounds_of(window) for window in windows}
         every = list(dict.fromkeys(itertools.chain(*rounds.values())))
         for of in every:
@@ -156,10 +164,7 @@ class ShardMetadata:
                 )
             )
         if linear:
-            to_ranks = np.concatenate([held_rows(plan.lengths, shard) for shard in plan.shards])
-            from_ranks = np.empty_like(to_ranks)
-            from_ranks[to_ranks] = np.arange(len(to_ranks))
-            arrays += [from_ranks, to_ranks, document_begins(plan.lengths[plan.lengths > 0])]
+            arrays += _packed_order(plan)
         packed = np.concatenate(tables)
         return cls(
             cp_rank=cp_rank,

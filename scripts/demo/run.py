@@ -14,7 +14,6 @@ import functools
 import json
 import logging
 import math
-import multiprocessing as mp
 import multiprocessing.connection
 import os
 import shutil
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks import training_cpu
-from benchmarks.training_cpu import TRAINING, write_dataset
+from benchmarks.training_cpu import TRAINING, Turns, write_dataset
 from scripts.demo import report
 from tests import worlds
 
@@ -70,21 +69,6 @@ def make_data(folder: Path, drawn: np.ndarray) -> str:
         text += next(files).read_bytes()
     folder.mkdir(exist_ok=True, parents=True)
     return write_dataset(folder, drawn, text)
-
-
-class Turns:
-    """Whose turn it is: all ranks of a way train a step, then all of the other."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks, self._finished, self._changed = ranks, mp.Value("q", 0), mp.Condition()
-
-    def wait(self, way: int, step: int) -> None:
-        """Return when this way may train its step; its step before has ended."""
-        with self._changed:
-            self._finished.value += step > 0
-            self._changed.notify_all()
-            place = 2 * step + (way if step % 2 else 1 - way)
-            self._changed.wait_for(lambda: self._finished.value >= place * self._ranks)
 
 
 def train(name: str, folder: Path, argv: list[str], turns: Turns | None) -> None:
@@ -249,7 +233,7 @@ def compare(folder: Path, data: str, ranks: int, steps: int, *save: str) -> None
     print(
         f"{'step':>4}{'Megatron':>10}{'--wlb':>8}{'loss':>8}    loss{'waiting':>10}  waiting{'so far':>14}{'left':>8}"
     )
-    turns, began = Turns(ranks), time.monotonic()
+    turns, began = Turns(ranks, len(WAYS)), time.monotonic()
     with ExitStack() as stack:
         readers: list[Any] = []
         for name in WAYS:
@@ -267,7 +251,7 @@ def compare(folder: Path, data: str, ranks: int, steps: int, *save: str) -> None
                 left = (time.monotonic() - began) / max(1, done - 1) * (steps - done)
                 print(row(*(of[:done] for of in both), left), flush=True)
                 said = time.monotonic()
-            elif failed := mp.connection.wait(readers, 0.1):
+            elif failed := multiprocessing.connection.wait(readers, 0.1):
                 worlds.collect(failed, time.monotonic())
                 raise RuntimeError(f"training ended early; its output is in {folder}/*.txt")
 

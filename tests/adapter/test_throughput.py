@@ -9,7 +9,8 @@ from megatron.core import timers
 from megatron.training import training
 
 from megatron_wlb.adapter.clock import attended_squares
-from megatron_wlb.describe.megatron import MegatronArguments, model_of
+from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.describe.shape import model_of
 from megatron_wlb.documents import document_work
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import ADAM, CP2, entries, train

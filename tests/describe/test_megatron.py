@@ -5,15 +5,10 @@ from fractions import Fraction
 
 import pytest
 
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import PlanSettings
-from megatron_wlb.describe.megatron import (
-    MegatronArguments,
-    job_of,
-    model_of,
-    parallel_of,
-    recompute_of,
-    row_multiple,
-)
+from megatron_wlb.describe.megatron import job_of, parallel_of, recompute_of, row_multiple
+from megatron_wlb.describe.shape import model_of
 from megatron_wlb.job import Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.pipeline.split import Split
