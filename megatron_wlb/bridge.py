@@ -163,6 +163,7 @@ class _Run(Callback):  # type: ignore[misc]
         def maybe_save_dataloader_state(
             model: Any, train_iterator: Any, iteration: int, *args: Any, **rest: Any
         ) -> None:
+            self._args.consumed_train_samples = self._state.train_state.consumed_train_samples
             self._training.save(iteration)
 
         return maybe_save_dataloader_state

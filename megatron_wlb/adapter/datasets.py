@@ -179,8 +179,9 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
     if split.startswith("valid") and args.full_validation:
         ranks = args.data_parallel_size
         steps, order = -(-len(samples) // ranks), functools.partial(_passes, len(samples), ranks)
-    elif args.wlb_dataloader_type == "cyclic" and split == "train":
-        sizes = len(samples), args.wlb_windows_per_micro_batch, args.data_parallel_size
+    elif args.wlb_dataloader_type == "cyclic":
+        windows = args.wlb_windows_per_micro_batch if split == "train" else args.wlb_eval_windows_per_micro_batch
+        sizes = len(samples), windows, args.data_parallel_size
         order = _Cyclic(*sizes, sharding=args.data_sharding)
     if order is not None:
         samples = Samples(parts=parts, blend=blend, context_length=args.seq_length, order=order)
@@ -316,6 +317,7 @@ class _ByEod:
 
     def __init__(self, windows: Windows, text: _OfWindows) -> None:
         self._windows, self._text = windows, text
+        self.document_index, self.lengths = windows.document_index, windows.lengths
 
     def __len__(self) -> int:
         return len(self._windows)

@@ -8,6 +8,8 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from megatron_wlb.adapter import compat
 
 
@@ -32,7 +34,10 @@ def installed(trained: Callable[[], float]) -> Iterator[None]:
             """Take shares of all tokens counted: those of `global_aux_loss` are of other micro-batches, too."""
             choices = total_num_tokens * given["topk"] * tokens_per_expert.numel() / given["num_experts"]
             shares = tokens_per_expert * (choices / tokens_per_expert.sum().clamp(min=1))
-            return original(tokens_per_expert=shares, total_num_tokens=total_num_tokens, **given)
+            # A micro-batch may have padding alone. The fused loss takes other types of counts in every release.
+            given["fused"] = False
+            total = torch.as_tensor(total_num_tokens).clamp(min=1)
+            return original(tokens_per_expert=shares, total_num_tokens=total, **given)
 
         return switch_load_balancing_loss_func
 

@@ -37,6 +37,11 @@ def check(args: Namespace) -> None:
             f"--wlb: --wlb-packing {policy} moves documents by the windows that they fill, and rows of --sft fill "
             "them in part; give adaptive or megatron"
         )
+    if policy.delays and getattr(args, "phase_transition_iterations", None):
+        raise ValueError(
+            f"--wlb: --wlb-packing {policy} lets documents wait, and --phase-transition-iterations begins with other "
+            "data; give adaptive or megatron"
+        )
     a = MegatronArguments.of(vars(args))
     windows = a.global_batch_size or max(1, (a.world_size or 1) // a.model_parallel_size)
     try:

@@ -1,5 +1,6 @@
 """The plans of a run: planners of splits, what they count, and what a run with delay keeps beside a checkpoint."""
 
+import functools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -97,8 +98,8 @@ class Plans:
     def _weighs(self, split: str) -> bool:
         """Whether targets weigh differently, or a digest tells what they weigh."""
         reading, mean = self._readings[split], not self._args.wlb_per_token_loss
-        if split != "train":
-            return self._args.wlb_sft and mean
+        if split != "train":  # which upstream evaluates by means of micro-batches
+            return bool(self._args.wlb_sft)
         return (mean and self._reads(split)) or reading.depths > 0 or reading.digest
 
     def job(self, split: str, step: int) -> Job:
@@ -147,8 +148,16 @@ class Plans:
         job = self.job("train", iteration - 1)
         if job.packing.delays:
             packer = self.trained(iteration).packed.state if iteration > self.first_step else self._first_state
-            state.save(state_path(self._args.save, iteration), packer, job, self._args.consumed_train_samples)
+            consumed = self._args.consumed_train_samples
+            state.save(state_path(self._args.save, iteration), packer, job, consumed, self._documents)
             self._forget(iteration)
+
+    @functools.cached_property
+    def _documents(self) -> int:
+        """Digest of the documents that a state names by number."""
+        train = self._splits["train"]
+        parts: Any = zip(train.samples.parts, train.texts, strict=True)  # windows: no rows of --sft wait
+        return digest_of(*((digest_of(part.document_index, part.lengths), text.size) for part, text in parts))
 
     def _forget(self, iteration: int) -> None:
         """Remove the states of checkpoints that are gone; those of local ones lie elsewhere."""
@@ -182,7 +191,8 @@ class Plans:
         """Bring a new packer with delay to `first_step`, and print what changed."""
         try:
             if first_step:
-                before = _load(packer, self._folder(first_step), first_step, self._args.consumed_train_samples)
+                folder, consumed = self._folder(first_step), self._args.consumed_train_samples
+                before = _load(packer, folder, first_step, consumed, self._documents)
                 changes = ", ".join(differences(before, self.job("train", first_step).to_json()))
                 print_rank_0(
                     f"> wlb: resumed at iteration {first_step} with {packer.num_waiting} documents waiting; "
@@ -209,15 +219,20 @@ def _slots(packed: PackedStep, reading: Reading) -> Sequence[np.ndarray]:
     return np.split(packed.drawn, bounds[1:-1])
 
 
-def _load(packer: Packer, folder: str, step: int, consumed_samples: int) -> Any:
+def _load(packer: Packer, folder: str, step: int, consumed_samples: int, documents: int) -> Any:
     path = state_path(folder, step)
-    saved, job, consumed = state.load(path)
+    saved, job, consumed, named = state.load(path)
     if saved["step"] != step:
         raise ValueError(f"packer state {path} is of step {saved['step']}, not of iteration {step}; copy that one's")
     if consumed != consumed_samples:
         raise ValueError(
             f"packer state {path} is of {consumed} consumed samples, and the checkpoint of {consumed_samples}: it is "
             "another job's; copy that one's, and give every job its own --save"
+        )
+    if named != documents:
+        raise ValueError(
+            f"the documents that wait in packer state {path} are of other data, another order or other epochs; give "
+            "the data, --split, --seed and number of samples that it was saved with"
         )
     packer.load_state(saved)
     return job

@@ -137,6 +137,7 @@ class Training:
             self._job, tried = jobs.best_job(args, self._job, train)
         moved = self._job.packing.delays or self._job.whole_documents
         windows = None if moved else args.wlb_windows_per_micro_batch
+        anew = args.reset_position_ids or args.dataloader_inter_document_masking or args.wlb_sft
         self._readings = {
             name: Reading(
                 split=name,
@@ -146,7 +147,8 @@ class Training:
                 vocabulary=args.padded_vocab_size,
                 depths=args.mtp_num_layers or 0,
                 ahead_in_document=self._job.whole_documents or args.wlb_sft or args.dataloader_inter_document_masking,
-                in_window=args.position_embedding_type == "learned_absolute" and not args.reset_position_ids,
+                in_window=args.position_embedding_type == "learned_absolute"
+                and not (anew or self._job.whole_documents),
                 digest=self._run.digest and name == "train",
             )
             for name, each in self._splits.items()
@@ -296,7 +298,7 @@ class Training:
         reading, self._weights, self._trained = self._readings[split], None, None
         self._trained_share = 1.0
         if counts is not None:
-            per_token = self._args.wlb_per_token_loss
+            per_token = self._args.wlb_per_token_loss and split == "train"
             if not per_token:
                 self._trained_share = float(counts[:, 0].sum() / tokens)
             if reading.windows is not None and not per_token:

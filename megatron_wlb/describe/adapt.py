@@ -1,5 +1,6 @@
 """What `--wlb` sets of Megatron's arguments, and what it switches off at a price, so that it is all one adds."""
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -170,13 +171,20 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
         "wlb_per_token_loss": bool(args.calculate_per_token_loss),
         "wlb_sft": bool(getattr(args, "sft", False)),
     }
+    first = "wlb_per_token_loss" not in vars(args)
     vars(args).update(before_wlb | vars(args))
-    scheduled = Lenient(**vars(args)).step_batch_size_schedule is not None
-    if args.global_batch_size is None and not scheduled and (args.micro_batch_size or 1) > 1:
-        tensor, context, stages = (
-            getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "context", "pipeline_model")
-        )
-        args.global_batch_size = args.micro_batch_size * max(1, args.world_size // (tensor * context * stages))
+    if first and getattr(args, "fp16", False) and not args.calculate_per_token_loss:
+        _lower_loss_scale(args)
+    if (size := args.micro_batch_size or 1) > 1:
+        sizes = (getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "context", "pipeline_model"))
+        each = size * max(1, args.world_size // math.prod(sizes))
+        if args.global_batch_size is None:
+            args.global_batch_size = each
+        elif Lenient(**vars(args)).decrease_batch_size_if_needed and args.global_batch_size % each:
+            raise ValueError(
+                f"--wlb: --decrease-batch-size-if-needed trains fewer windows than --global-batch-size "
+                f"{args.global_batch_size}; give a multiple of --micro-batch-size x data-parallel ranks, {each}"
+            )
     for adaptation in _ADAPTATIONS:
         before = Lenient(**vars(args))
         if not adaptation.applies(before, given):
@@ -193,6 +201,14 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
         lines = " | ".join([*changes.set, *changes.priced])
         raise ValueError(f"--wlb-strict: these flags would have to change, give them, or leave it out: {lines}")
     return changes
+
+
+def _lower_loss_scale(args: Namespace) -> None:
+    """Divide the scales of fp16 by a step's tokens, a power of two: losses are summed over them, not averaged."""
+    tokens = (args.global_batch_size or args.micro_batch_size or 1) * args.seq_length
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        if (scale := getattr(args, name, None)) is not None:
+            setattr(args, name, scale / 2 ** round(math.log2(tokens)))
 
 
 def _said(name: str, value: Any, before: Any) -> str:

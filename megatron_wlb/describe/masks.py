@@ -8,7 +8,7 @@ from megatron_wlb.describe.refusals import Lenient
 
 READ = (
     "bf16 create_attention_mask_in_dataloader dataloader_inter_document_masking fp16 masked_softmax_fusion "
-    "reset_attention_mask sft transformer_impl"
+    "reset_attention_mask sft transformer_impl window_size"
 ).split()
 """Arguments that `masks_documents` reads."""
 
@@ -17,12 +17,12 @@ def masks_documents(args: Namespace | Mapping[str, Any]) -> bool:
     """Return whether a run without --wlb keeps attention inside documents.
 
     `args` are upstream's arguments, as far as known; a missing one has upstream's default. The mask that
-    --reset-attention-mask makes is ignored by TransformerEngine (NVIDIA/Megatron-LM#2357), and by the fused softmax of
-    local layers, which runs in bf16 and fp16.
+    --reset-attention-mask makes is ignored by TransformerEngine (NVIDIA/Megatron-LM#2357), by the fused softmax of
+    local layers, which runs in bf16 and fp16, and by their sliding windows, which have a mask of their own.
     """
     a = Lenient(**(args if isinstance(args, Mapping) else vars(args)))
     if a.dataloader_inter_document_masking or a.sft:
         return True
     made = a.reset_attention_mask and a.create_attention_mask_in_dataloader is not False
     fused = (a.bf16 or a.fp16) and a.masked_softmax_fusion is not False
-    return bool(made and a.transformer_impl == "local" and not fused)
+    return bool(made and a.transformer_impl == "local" and not (fused or a.window_size))

@@ -108,8 +108,9 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[Pac
     full = [made for made in tried if len(made.batch) <= len(documents)] or tried
     least = min(made.time for made in full)
     batch = next(made.batch for made in full if made.time <= (1 + GAIN) * least)
-    for array in (batch.documents, batch.bounds, documents):  # which the cache keeps
-        array.flags.writeable = False
+    for array in (batch.documents, batch.bounds, batch.ranks, documents):  # which the cache keeps
+        if array is not None:
+            array.flags.writeable = False
     packed = PackedStep(step=0, batch=batch, drawn=documents, first=0, position={}, waiting={})
     return packed, _job(job, len(batch), documents)
 

@@ -63,6 +63,11 @@ class Packer:
                 raise StopIteration
             if len((batch := self._policy.pack(self.step, draw)).documents):
                 break
+            if not self._job.packing.delays and not draw.exhausted:
+                raise ValueError(
+                    f"no document begins, or is trained, in the {self._job.global_batch_size} samples from "
+                    f"{draw.first} on; give a larger --global-batch-size, or leave no rows out"
+                )
             draw.first += self._job.global_batch_size
         self._drawn, first = draw.drawn, draw.first
         self._first = min(first + self._job.global_batch_size, self._drawn)

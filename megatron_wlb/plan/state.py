@@ -51,13 +51,14 @@ def _digest(state: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job, consumed_samples: int) -> None:
-    """Write a state, its job and the samples that its checkpoint has consumed, atomically.
+def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job, consumed_samples: int, documents: int) -> None:
+    """Write a state, its job, the samples that its checkpoint has consumed, and a digest of the documents, atomically.
 
     Raises OSError, naming the file, if the disk does not take it, and ValueError for a state that `load` would refuse.
     """
     text = json.dumps(
-        {"packer": state, "job": job.to_json(), "consumed_samples": consumed_samples}, separators=(",", ":")
+        {"packer": state, "job": job.to_json(), "consumed_samples": consumed_samples, "documents": documents},
+        separators=(",", ":"),
     )
     if len(text) > MAX_BYTES:
         raise ValueError(f"the packer state {path} has {len(text)} bytes, over {MAX_BYTES}; let fewer documents wait")
@@ -73,8 +74,8 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job, consumed
         ) from error
 
 
-def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any], int | None]:
-    """Read a file of `save`: the state, the job as JSON types, and the samples consumed. Raises ValueError."""
+def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any], int | None, int | None]:
+    """Read a file of `save`: state, job as JSON types, samples consumed, digest of documents. Raises ValueError."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(
@@ -88,4 +89,4 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any], 
         check(data.get("packer"))
     except (ValueError, RecursionError) as error:  # truncated, no text, nested too deeply, or refused by `check`
         raise ValueError(f"{path} cannot be read as a packer state: {error}; restore it") from error
-    return data["packer"], data.get("job") or {}, data.get("consumed_samples")
+    return data["packer"], data.get("job") or {}, data.get("consumed_samples"), data.get("documents")

@@ -131,7 +131,24 @@ def test_the_global_batch_stays_where_it_follows_from_the_micro_batch():
         **vars(args) | {"micro_batch_size": 3, "global_batch_size": None, "step_batch_size_schedule": "0:6"}
     )
     adapt(args, ())
-    assert (args.micro_batch_size, args.global_batch_size) == (1, None)
+    assert (args.micro_batch_size, args.global_batch_size) == (1, 6)  # of which upstream's learning rate decays
+
+
+def test_the_scale_of_fp16_is_of_a_mean_over_tokens():
+    fp16 = {"fp16": True, "loss_scale": None, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0}
+    args = Namespace(**USUAL | fp16 | {"global_batch_size": 12, "calculate_per_token_loss": False})
+    for _ in range(2):
+        adapt(args, ())
+        assert (args.loss_scale, args.initial_loss_scale, args.min_loss_scale) == (None, 2.0**18, 2.0**-14)
+    args = Namespace(**USUAL | fp16)
+    adapt(args, ())
+    assert args.initial_loss_scale == 2.0**32
+
+
+def test_a_batch_that_would_decrease_is_refused():
+    given = {"micro_batch_size": 4, "global_batch_size": 6, "decrease_batch_size_if_needed": True, "world_size": 1}
+    with pytest.raises(ValueError, match="--global-batch-size 6; give a multiple of .* data-parallel ranks, 4"):
+        adapt(Namespace(**USUAL | given), ())
 
 
 def test_what_is_switched_off_by_itself():

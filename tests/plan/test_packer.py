@@ -83,12 +83,16 @@ def test_a_step_trains_its_own_samples_wherever_a_run_begins(same_step, whole):
         assert begin + batch >= len(data)
 
 
-def test_a_step_of_rows_without_a_token_takes_the_next_ones():
-    """And the last one of the data is none."""
+def test_a_step_of_rows_without_a_token_is_refused():
+    """A resumed run would begin elsewhere; the last one of the data is none."""
     begins, given = np.arange(9), np.array([5, 9, 0, 0, 7, 7, 0, 0])
     rows = Rows(rows=begins[:-1], begins=begins, lengths=given, context_length=C, num_samples=8)
-    steps = list(steps_of(Packer(Samples(parts=[rows], context_length=C), job(num_micro_batches=2))))
-    assert [step.batch.documents["document"].tolist() for step in steps] == [[1, 0], [4, 5]]
+    packer = Packer(Samples(parts=[rows], context_length=C), job(num_micro_batches=2))
+    assert packer.next().batch.documents["document"].tolist() == [1, 0]
+    with pytest.raises(ValueError, match="no document begins, or is trained, in the 2 samples from 2 on; give a larg"):
+        packer.next()
+    left = Packer(Samples(parts=[rows], context_length=C), job(num_micro_batches=2), first_sample=4)
+    assert [step.batch.documents["document"].tolist() for step in steps_of(left)] == [[4, 5]]
 
 
 def test_a_run_resumed_at_any_step_plans_the_same(with_delay):

@@ -20,14 +20,14 @@ STATE = [RUNNING.next() for _ in range(5)][-1].state
 
 @pytest.fixture
 def path(tmp_path):
-    state.save(tmp_path / "folder" / "state.json", STATE, JOB, 40)
+    state.save(tmp_path / "folder" / "state.json", STATE, JOB, 40, 7)
     return tmp_path / "folder" / "state.json"
 
 
 def test_what_is_saved_is_loaded(path):
-    loaded, described, consumed = state.load(path)
+    loaded, described, *of_run = state.load(path)
     assert loaded == STATE
-    assert described == json.loads(json.dumps(JOB.to_json())) and consumed == 40
+    assert described == json.loads(json.dumps(JOB.to_json())) and of_run == [40, 7]
     assert os.listdir(path.parent) == [path.name]
 
 
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_one_is_named(path, monkeypatch):
         state.load(path)
     old = path.read_bytes()
     with pytest.raises(ValueError, match=f"the packer state {path} has .* bytes, over 100; let fewer documents wait"):
-        state.save(path, packer(JOB, LENGTHS).state(), JOB, 40)
+        state.save(path, packer(JOB, LENGTHS).state(), JOB, 40, 7)
     assert path.read_bytes() == old
 
 
@@ -90,6 +90,6 @@ def test_a_crash_or_a_full_disk_leaves_the_old_file(path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"cannot save the packer state .*: No space left on device; earlier checkpoints"):
-        state.save(path, packer(JOB, LENGTHS).state(), JOB, 40)
+        state.save(path, packer(JOB, LENGTHS).state(), JOB, 40, 7)
     assert path.read_bytes() == old
     assert os.listdir(path.parent) == [path.name]
