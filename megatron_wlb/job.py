@@ -367,6 +367,8 @@ class Job:
         most, ranks = self.packing.most_step_tokens(self), self.parallel.dp
         if most is None:
             return math.inf
+        if self.packing.fixed_length:
+            return most / ranks
         return (most + (ranks - 1) * longest) / ranks if self.reorders else most
 
     @property

@@ -13,7 +13,7 @@ FULL, WINDOWED, MLP, EXPERTS, DELTA_NET, MAMBA = "*", "W", "-", "E", "G", "M"
 net, Mamba."""
 
 
-MOST_CROSSOVER = 1 << 35
+MOST_CROSSOVER = 1 << 24
 """Of a model without attention; work stays within 64 bits."""
 
 

@@ -27,6 +27,7 @@ from megatron_wlb.cli import common, launch
 from megatron_wlb.cli.common import Words, integer, write_json, writer
 from megatron_wlb.cli.profile import relative_error
 from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.hardware.profile import alike
 from megatron_wlb.simulate.step import TIME_SHARES
 
 FORMAT = "megatron-wlb-comparison"
@@ -352,7 +353,7 @@ def predicted(name: str, skip: int) -> tuple[list[tuple[str, ...]], list[str], d
     if len(told) < 2:
         raise ValueError(f"{name} has {len(told)} predicted steps after --skip {skip}; {remedy}")
     profile, device = told[0].job.profile, told[0].device
-    if not profile.is_of(device):
+    if not alike(profile.device, device):
         raise ValueError(
             f"{name} ran on {device or 'another device'}, and profile {profile.name} is of {profile.device}; {remedy}"
         )

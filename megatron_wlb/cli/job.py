@@ -128,11 +128,15 @@ class Run(NamedTuple):
         def held(weights: np.ndarray, ranks: int) -> np.ndarray:
             return weights * (WEIGHT_BYTES + OPTIMIZER_BYTES / (max(1, ranks) if divided else 1))
 
+        weights = stage_weights(job)
+        tied = self.launched.source != "flags" and not stated.get("untie_embeddings_and_output_weights")
+        if tied and p.pp == 1:
+            weights -= model.vocabulary_weights
         # A job knows only the experts that a token goes to, with the shared ones.
         shared = (a.moe_shared_expert_intermediate_size or 0) / model.ffn_hidden_size
         routed = job.layers().sum(axis=1) * model.expert_weights * (1 - shared)
         experts = routed * (a.num_experts or 1) / max(1, model.moe_router_topk) / p.expert_ranks
-        others = held((stage_weights(job) - routed) / p.tp, p.dp * p.cp)
+        others = held((weights - routed) / p.tp, p.dp * p.cp)
         others = others + held(experts, p.dp * p.cp * p.tp // p.expert_ranks)
         return DEVICE_SHARE * job.profile.memory_gib * 2**30 - float(others.max())
 
@@ -184,6 +188,10 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
             of_stages += ("virtual_pipeline_model_parallel_size",)
         stated |= {name: typed.get(name) for name in of_stages}  # Megatron settles the last by the first two
         stated["data_cache_path"] = typed.get("data_cache_path")
+    notes: list[str] = []
+    if (schedule := stated.get("step_batch_size_schedule")) and "global_batch_size" not in typed:
+        stated["global_batch_size"] = _last_of(str(schedule))
+        notes.append(f"Steps are those at the end of --step-batch-size-schedule {short(schedule)}.")
     arguments = MegatronArguments.of(stated)
     if launched.is_log and arguments.sft and not (typed.keys() & DATA and "tokenizer_model" in typed):
         raise ValueError(
@@ -193,13 +201,12 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
     judged = judge(launched, arguments, approximate=args.approximate)
-    notes: list[str] = []
     settings = PlanSettings.from_args(args)
     profile = settings.profile or (GPUS[args.gpu] if args.gpu else DEFAULT_PROFILE)
     misfit = load_profile(profile).misfit(args.gpu, precision_of(arguments))
     judged.remarks[:0] = [misfit] if misfit else []
     return Run(
-        arguments=_settled(arguments, args.model, notes),
+        arguments=_settled(arguments, args.model, notes, by_upstream=launched.source == "command"),
         model=args.model,
         packing=policy_of(args.wlb_packing),
         sharding=Sharding.from_args(args),
@@ -228,8 +235,21 @@ def wlb_values(launched: Launched) -> dict[str, Any]:
     return vars(found)
 
 
-def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> MegatronArguments:
-    """Return the arguments with missing ones filled in; assumes sequence parallelism."""
+def _last_of(schedule: str) -> int:
+    """Return the last global batch of `--step-batch-size-schedule`. Raises ValueError for no schedule."""
+    last = schedule.split()[-1:] or [""]
+    if not re.fullmatch(r"[^:]+:[0-9]{1,9}", last[0]):
+        raise ValueError(f"--step-batch-size-schedule is {short(schedule)}; give it as '0:512 100B:1024'")
+    return int(last[0].partition(":")[2])
+
+
+def _settled(
+    a: MegatronArguments, model: str | None, notes: list[str], *, by_upstream: bool = False
+) -> MegatronArguments:
+    """Return the arguments with missing ones filled in; assumes sequence parallelism.
+
+    `by_upstream`: with Megatron's own global batch, which may be smaller than a pipeline needs.
+    """
     ranks = a.model_parallel_size
     changes: dict[str, Any] = {"sequence_parallel": True}
     if a.world_size is None:
@@ -239,9 +259,10 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
             "--nnodes)."
         )
     if a.global_batch_size is None:
-        count = a.pipeline_model_parallel_size * max(1, (a.world_size or ranks) // ranks) * a.micro_batch_size
+        stages = 1 if by_upstream else a.pipeline_model_parallel_size
+        count = stages * max(1, (a.world_size or ranks) // ranks) * a.micro_batch_size
         changes["global_batch_size"] = count
-        how = f"PP x DP{' x --micro-batch-size' * (a.micro_batch_size > 1)}"
+        how = f"{'PP x ' * (not by_upstream)}DP{' x --micro-batch-size' * (a.micro_batch_size > 1)}"
         notes.append(f"Assumed: {count} context windows a step, {how} (no --global-batch-size).")
     if model is None and a.vocab_size is None and a.padded_vocab_size is None:
         changes["vocab_size"] = vocabulary(a, notes)
@@ -250,7 +271,7 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
     if (a.num_experts or 1) > 1:
         notes.append(
             "Experts get equally many tokens, as --moe-router-force-load-balancing makes them. How much longer a free "
-            "router takes is not known; 1.5 and 1.9 times were published. Gradients and optimizer are those of the "
+            "router takes is not known. Gradients and optimizer are those of the "
             f"{a.moe_router_topk} experts that a token goes to."
         )
     if a.recompute_method == "block" or a.recompute_activations or a.recompute_granularity == "selective":

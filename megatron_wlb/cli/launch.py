@@ -44,11 +44,11 @@ _MATTER = {
     **{"moe_layer_freq": (1,), "cp_comm_type": ("p2p", "allgather"), "hierarchical_context_parallel_sizes": (None,)},
     **dict.fromkeys(("use_torch_fsdp2", "optimizer_cpu_offload"), (False,)),
     **{"offload_optimizer_states": (False,), "num_distributed_optimizer_instances": (1,)},
-    **{"moe_expert_capacity_factor": (None,), "min_dynamic_context_parallel_size": (1,)},
+    **{"moe_expert_capacity_factor": (None,), "moe_latent_size": (None,), "min_dynamic_context_parallel_size": (1,)},
     **dict.fromkeys(("hybrid_context_parallel", "dynamic_context_parallel"), (False,)),
 }
 """Arguments that affect the time of a step, and are simulated only with these values."""
-_READ = {"overlap_p2p_comm_warmup_flush", *masks.READ}
+_READ = {"overlap_p2p_comm_warmup_flush", "step_batch_size_schedule", *masks.READ}
 """Arguments that `analyze` reads besides those of `MegatronArguments`."""
 _OFF = SWITCHED_OFF | {
     name: f"no-{name.replace('_', '-')}" for name in ("masked_softmax_fusion", "create_attention_mask_in_dataloader")

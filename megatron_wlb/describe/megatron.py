@@ -1,6 +1,6 @@
 """Translates Megatron's arguments into a `Job`, for training and commands."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron_wlb.describe.arguments import MegatronArguments
@@ -20,6 +20,8 @@ def job_of(
     arguments: MegatronArguments, *, settings: PlanSettings, model: ModelShape | None = None, **given: Any
 ) -> Job:
     """Build the job of arguments; `given`, of `make_job`, takes precedence."""
+    if model is not None and arguments.num_layers is None:
+        arguments = replace(arguments, num_layers=model.num_layers)
     a, parallel = arguments, parallel_of(arguments)
     if a.seq_length is None:
         raise ValueError("no --seq-length; give the context window in tokens")

@@ -194,16 +194,11 @@ class Profile:
         backward = kernel(self.backward, 1.0) if self.backward else kernel(self.forward, self.attention_backward)
         return kernel(self.forward, 1.0), backward
 
-    def is_of(self, device: str | None) -> bool:
-        """Whether this may be the profile of a device, by torch's name for it; None is unknown."""
-        of, run = (name and (gpu_of(name) or name) for name in (self.device, device))
-        return None in (of, run) or of == run
-
     def misfit(self, device: str | None, precision: str) -> str:
         """Return how a run's device or precision is not of this profile, with the remedy; "" if it is."""
         if self.counts_pairs:
             return ""
-        if not self.is_of(device):
+        if not alike(self.device, device):
             run = gpu_of(device or "")
             remedy = f"take {GPUS[run]}" if run else "measure it by megatron-wlb profile"
             return f"Profile {self.name} is of {self.device}, and the run's device is {device}: {remedy}."
@@ -245,6 +240,12 @@ def gpu_of(device: str) -> str | None:
     """Return the key of `GPUS` in a name such as "NVIDIA H100 80GB HBM3"; None if there is none."""
     found = re.search(rf"(?<![a-z0-9])({'|'.join(GPUS)})(?![a-z0-9])", device.lower())
     return found[1] if found else None
+
+
+def alike(*devices: str | None) -> bool:
+    """Whether two names, as torch has them, may be of one kind of device; None is unknown."""
+    one, other = (name and (gpu_of(name) or name) for name in devices)
+    return None in (one, other) or one == other
 
 
 def generations(gpu: str | None) -> list[str]:

@@ -65,24 +65,22 @@ def stage_weights(job: Job) -> np.ndarray:
 def attention_tensors(job: Job, window: int | None = None) -> dict[str, Tensor]:
     """Tensors that attention in a window keeps, with the norm before it."""
     model, p, w = job.model, job.parallel, job.bytes_per_value
-    latents, norms, keys = (
-        job.cp_exchange == "latents",
-        2 if model.qk_layernorm else 1,
-        model.key_size + model.value_size,
-    )
+    latents, norms = job.cp_exchange == "latents", 2 if model.qk_layernorm else 1
+    keys = model.kv_values_per_rank(p.tp)
     gathered = job.sharding.save_gathered_kv and p.cp > 1 and not latents
     seen = p.cp if latents else 1
     found = {
         "norm": Tensor(2 * layer_input_bytes(job)),
         "dropout": Tensor(_mask_bytes(job)),
         "q": Tensor(w * model.query_size / p.tp, ("mla_up_proj",)),
-        "kv": Tensor(0 if job.expands_again else w * seen * keys / p.tp),
+        "kv": Tensor(0 if job.expands_again else w * seen * keys),
         "out": Tensor(w * model.output_size / p.tp),
-        "gathered": Tensor(w * (1 + one_document(job, window)[0]) * keys / p.tp if gathered else 0, ("core_attn",)),
+        "gathered": Tensor(w * (1 + one_document(job, window)[0]) * keys if gathered else 0, ("core_attn",)),
         "log-sum-exps": Tensor(4 * model.num_attention_heads / p.tp, ("core_attn",)),
     }
     if not model.kv_lora_rank:
-        return found | {"qk norms": Tensor((norms - 1) * w * (model.query_size + model.key_size) / p.tp)}
+        normed = model.query_size / p.tp + model.heads_per_rank(p.tp)[1] * model.kv_channels
+        return found | {"qk norms": Tensor((norms - 1) * w * normed)}
     # Latents before and after their norms, of all keys if they are exchanged; and the layer's sines and cosines. If
     # latents are expanded again, the key part that heads share is kept instead of the norms' outputs.
     kv = (1 if job.expands_again else norms) * seen * model.kv_lora_rank
@@ -198,7 +196,7 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     """
     model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job, job.model.widest)
     received, sent = moved or one_document(job, model.widest)
-    q, out, kv = model.query_size / p.tp, model.output_size / p.tp, (model.key_size + model.value_size) / p.tp
+    q, out, kv = model.query_size / p.tp, model.output_size / p.tp, model.kv_values_per_rank(p.tp)
     again = ("q", "kv", "gathered", "log-sum-exps") if "core_attn" in job.recompute.dropped else ()
     held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
@@ -219,7 +217,7 @@ def _arrived_bytes(job: Job, received: float) -> float:
     model, p = job.model, job.parallel
     if p.cp == 1 or job.sharding.save_gathered_kv or job.cp_exchange == "latents":
         return 0
-    return job.bytes_per_value * (1 + received) * (model.key_size + model.value_size) / p.tp
+    return job.bytes_per_value * (1 + received) * model.kv_values_per_rank(p.tp)
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
@@ -292,8 +290,8 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     if recompute.granularity == "full":
         block = recompute.method == "block"
         recomputed = np.minimum(recompute.num_layers or 0, layers) if block else layers
-        together = 1 if block else recompute.num_layers or 1
-        kept = recomputed * layer_input_bytes(job) / together + (layers - recomputed) * each
+        together = 1 if block else min(recompute.num_layers or 1, max(1, int(layers.max())))
+        kept = np.ceil(recomputed / together) * layer_input_bytes(job) + (layers - recomputed) * each
         at_once += together * float(in_layer.max())
     else:
         kept = layers * each

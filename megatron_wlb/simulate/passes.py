@@ -80,6 +80,8 @@ def untimed(job: Job) -> str:
         )
     if heads % tp:
         return f"{heads} attention heads do not divide over {tp} ranks; change one of them"
+    if (groups := job.model.num_query_groups) % tp and tp % groups:
+        return f"{groups} key heads do not divide over {tp} ranks, nor ranks over them; change one of them"
     try:
         job.layers()
     except ValueError as error:
@@ -140,16 +142,18 @@ def _layer_times(
     job: Job, kind: str, shards: Sequence[ShardPlan], gather: np.ndarray, scatter: np.ndarray
 ) -> tuple[LayerTimes, LayerTimes]:
     """Return times of a kind of layer; `gather` and `scatter`: of its rows over tensor-parallel ranks, float64 [M]."""
-    model, cp, parts = job.model, job.parallel.cp, len(job.model.parts_of(kind))
+    model, cp = job.model, job.parallel.cp
     tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
     exposed = 1 - job.tp_overlap * (1 - tiled(job, tokens)[1] / tokens)
     matrices = model.matrices_of(kind)
-    # Forward gathers before and scatters after attention and MLP. Backward mirrors this, and gathers inputs again for
-    # weight gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient, and
-    # the scatter with the product for the weight gradient.
+    # Forward gathers before and scatters after attention and MLP; rows of experts move by `token_exchange` alone, and
+    # those of shared experts, which a job does not know, are left out. Backward mirrors this, and gathers inputs again
+    # for weight gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient,
+    # and the scatter with the product for the weight gradient.
     columns = [m for m in matrices if m.divided == "outputs"]
     hiding = [products(job, [m for m in columns if m.part == part], tokens) for part in ("attention", "mixer", "mlp")]
     overlapped = sum(np.minimum(gather, each.inputs) + np.minimum(scatter, each.weights) for each in hiding)
+    parts = len(model.parts_of(kind).replace(EXPERTS, ""))
     moved = parts * (gather + scatter), 2 * parts * gather + parts * scatter - overlapped
     every, bound = products(job, matrices, tokens), memory_bound(job, kind, tokens)
     of_experts = products(job, [m for m in matrices if m.part == "experts"], tokens)

@@ -66,7 +66,7 @@ def test_ranks_of_what_starts_them(launcher, gpus):
     assert read_command([*launcher.split(), "pretrain_gpt.py", "--num-layers", "4"]).world_size == gpus
     job = f"{MODEL} --seq-length {C} --pipeline-model-parallel-size 2"
     _, job, _ = found = described("--", launcher, "pretrain_gpt.py", job)
-    assert job.parallel.num_gpus == job.num_micro_batches == (gpus or 2)  # PP x DP
+    assert job.parallel.num_gpus == 2 * job.num_micro_batches == (gpus or 2)  # a window a data-parallel rank
     assert any("GPUs" in note for note in found.notes) == (gpus is None)
 
 

@@ -127,15 +127,17 @@ def test_the_peak_adds_up():
         (96, "fp32", 4 * 4 + 4 + 4 * (3 + 1.5)),
         # The same in bf16, with casts of all keys, in which those that come back have room.
         (96, "model", 4 * 4 + 4 + 2 * (3 + 4)),
-        # Of few key heads, the kernel: K and V received, and for every query head; Q is 4 times K and V of a row.
-        (12, "fp32", 4 * 4 + 2 * 4 + 2 * 4 * (1 + 8) + (2 + 4) * 4 / 2),
+        # Of few key heads, the kernel: K and V received, and for every query head; Q is 6 times K and V of a row, of
+        # one head if there are fewer than ranks.
+        (8, "fp32", 4 * 4 + 2 * 4 + 2 * 4 * (1 + 12) + (2 + 4) * 6 / 2),
+        (2, "fp32", 4 * 4 + 2 * 4 + 2 * 4 * (1 + 12) + (2 + 4) * 6 / 2),
     ],
 )
 def test_backward_of_attention_by_hand(groups, gradients, more):
     """GPT-3 on 8 x 4 ranks: three rows of K and V arrive for every own one, half of which go to three ranks."""
     given = replace(GPT3, model=replace(GPT3_SHAPE, num_query_groups=groups))
     given = in_parallel(given, tp=8, cp=4, sequence_parallel=True).sharded(cp_gradients=gradients)
-    row, q, kv = 2 * 12288 / 8, 12288 / 8, 2 * groups * 128 / 8
+    row, q, kv = 2 * 12288 / 8, 12288 / 8, 2 * max(groups, 8) * 128 / 8
     held = row + 2 * (2 * q + kv)
     assert attention_backward_bytes(given) == held + more * kv
     again = replace(given, recompute=Recompute(granularity="selective", modules=("core_attn",)))

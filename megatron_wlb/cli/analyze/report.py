@@ -1,6 +1,7 @@
 """The numbers: packed, sharded and simulated steps of every scheme."""
 
 import contextlib
+import copy
 import datetime
 import json
 import math
@@ -116,6 +117,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "scheme_of_run": setup.megatron.name,
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": profile_entries(setup),
+        "single_windows": others.single_windows(),
         "limit": {"us_per_token": us_per_token, "speedup": numbers["thd"]["us_per_token"] / us_per_token},
         "readings": readings(setup, jobs, numbers, min(simulated, READING_STEPS)),
         "micro_batches": [
@@ -142,6 +144,14 @@ class Others(NamedTuple):
     setup: Setup
     measured: dict[str, Measured]
     stride: int
+
+    def single_windows(self) -> float:
+        """Return the speed-up of Megatron, documents apart, by --micro-batch-size 1."""
+        if self.setup.megatron.micro_batch_size == 1:
+            return 1.0
+        setup = copy.copy(self.setup)
+        setup.megatron = setup.megatron._replace(micro_batch_size=1)
+        return _speedup(self._replace(setup=setup)._measure("thd", setup.without_wlb("thd")), self.measured["thd"])[0]
 
     def layouts(self) -> list[dict[str, Any]]:
         """Return the layouts that are faster, the fastest first, with what Megatron would gain in them."""
@@ -265,6 +275,7 @@ def measure(
     if apart is not None and job.packing.delays:
         counted = works.sum() * apart.tokens.sum() / apart.work.sum()
     longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
+    held = _of_windows(job, megatron.micro_batch_size)
     levels = [imbalances(sample.step) for sample in samples]
     numbers = {
         "packing": job.packing.name,
@@ -280,7 +291,7 @@ def measure(
         "max_delay_steps": int(most_late.max()),
         "token_cv": float(step_tokens.std() / step_tokens.mean()),
         "longest_micro_batch_tokens": longest,
-        "activation_gib": max(peak_bytes(job, stage, longest) for stage in range(job.parallel.pp)) / 2**30,
+        "activation_gib": max(peak_bytes(held, stage, longest) for stage in range(job.parallel.pp)) / 2**30,
         "imbalance": {
             **{level: float(np.mean([each[level] for each in levels])) for level in levels[0]},
             "work_mean": float(imbalance.mean()),
@@ -288,6 +299,15 @@ def measure(
         },
     }
     return Measured(numbers, job.packing.delays, samples, time, tokens, works)
+
+
+def _of_windows(job: Job, size: int) -> Job:
+    """Return the job with so many windows per micro-batch, whose activations are Megatron's."""
+    if size == 1:
+        return job
+    count, tokens = job.num_micro_batches // size, size * job.context_length
+    job = replace(job, max_tokens=max(job.max_tokens, tokens), parallel=replace(job.parallel, group_size=None))
+    return replace(job, num_micro_batches=count, global_batch_size=count, context_length=tokens)
 
 
 def _parts_ms(samples: list[Sample]) -> dict[str, float]:
