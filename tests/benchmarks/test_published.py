@@ -75,6 +75,7 @@ def test_software_differs_in_what_a_row_leaves_open():
     assert profiles == ["h100-fa2", "h100-cudnn", "h100-cudnn-2025"]
     exposed = predicted(software={"tp_comm_overlap": False})
     assert exposed["predicted"] < predicted()["predicted"] < predicted(source=newer)["predicted"]
+    assert predicted(software={"per_drain": 8})["predicted"] < predicted()["predicted"]  # a bubble for every eight
     assert predicted(precision="bf16")["kinds"] == ["bf16 dense"] and predicted()["kinds"] == ["FP8 dense"]
 
 
