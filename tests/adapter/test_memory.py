@@ -112,7 +112,7 @@ CASES = [
     ("llama", 2, f"--bf16 {MOE} {TP2} --moe-shared-expert-intermediate-size 352"),
     ("llama", 1, f"--bf16 {MOE} {SELECTIVE} moe"),
     full("llama", 2, f"--bf16 {CP2} --wlb-cp-sharding per-document --wlb-save-gathered-kv"),
-    full("latent", 1, f"--bf16 {SELECTIVE} mla_up_proj"),
+    *(full("latent", 1, f"--bf16 {SELECTIVE} {module}") for module in ("core_attn", "mla_up_proj")),
     full("llama", 1, f"--bf16 {MOE} {SELECTIVE} core_attn"),
     full("llama", 2, f"--bf16 {MOE} {TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"),
 ]
@@ -126,7 +126,7 @@ def test_autograd_keeps_of_a_layer_what_is_predicted(model, size, flags, dataset
     assert predicted == pytest.approx(added, rel=0.02)
 
 
-@pytest.mark.parametrize("flags", ["", full("--wlb-save-gathered-kv")])
+@pytest.mark.parametrize("flags", ["", full(f"{SELECTIVE} core_attn"), full("--wlb-save-gathered-kv")])
 def test_autograd_keeps_latents_that_travel(flags, dataset, profile):
     """Or with a flag K and V. Predicted as if both ranks saw all keys; one sees three quarters of them."""
     argv = ["pretrain_gpt.py", *MODELS["latent"], *WLB, *SIZES, "--bf16", *CP2.split(), *flags.split()]
