@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from megatron.core.parallel_state import RankGenerator
 
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
@@ -170,7 +171,6 @@ def test_experts_are_a_part_of_the_crossover():
 
 def test_ranks_that_divide_experts_are_those_of_upstreams_groups():
     """Data-parallel ranks that a chain of upstream's expert groups connects, of ranks in its default order."""
-    state = pytest.importorskip("megatron.core.parallel_state")
     for tp, cp, dp, ep, etp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4, 6), (1, 2, 3, 4, 8), (None, 1, 2)):
         expert_tp = etp or tp
         if tp * cp * dp % (ep * expert_tp):
@@ -178,7 +178,7 @@ def test_ranks_that_divide_experts_are_those_of_upstreams_groups():
                 Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
             continue
         sizes = {"tp": expert_tp, "ep": ep, "dp": tp * cp * dp // (ep * expert_tp), "pp": 2, "cp": 1}
-        groups = state.RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks("tp-ep")
+        groups = RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks("tp-ep")
         replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).expert_dp_ranks
         together = [{rank // (tp * cp) for rank in group} for group in groups]
         for i in range(2 * dp):

@@ -142,8 +142,6 @@ def test_model_equals_megatron(size, layout, model, dataset, upstream):
 
     One rank of a tensor-parallel group has the gradient of the shared part of latent keys from its own heads only.
     """
-    if MAMBA in model:
-        pytest.importorskip("einops")  # upstream's Mamba layers
     without, flags = GQA if LATENT in model else UNTIE if TIED in model else "", model.replace(TIED, "")
     run = train(size, dataset, *flags.split(), *layout.split(), without=without)
     compare(run, upstream(flags, without=without))

@@ -56,8 +56,6 @@ SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
     ],
 )
 def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
-    if MAMBA in flags:
-        pytest.importorskip("einops")  # upstream's Mamba layers
     without = GQA if LATENT in flags else "--global-batch-size" if flags == SCHEDULE else ""
     train = functools.partial(training.train, without=without)
     common = [*flags.split(), *ADAM, *f"--wlb-packing {packing} --train-iters 3".split()]
