@@ -17,8 +17,8 @@ from megatron_wlb.adapter import conversations
 from megatron_wlb.cli.main import main
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.test_failures import files_up_to
-from tests.adapter.test_parity import LAYOUTS, TOLERANCE
-from tests.adapter.training import CP2, MTP, PP2, relative_error, train
+from tests.adapter.test_parity import TOLERANCE
+from tests.adapter.training import CP2, MTP, PP2, TP2, relative_error, train
 
 FORMAT = "nemotron-nano-v2"
 WITHOUT = "--tokenizer-type --vocab-size --split --reset-attention-mask --reset-position-ids"
@@ -67,7 +67,8 @@ EVALUATE = "--split 60,40,0 --eval-iters 1 --eval-interval 1"
 @pytest.mark.parametrize(
     ("size", "layout", "flags"),
     [
-        *((each.values[0], each.values[1], "") if hasattr(each, "values") else (*each, "") for each in LAYOUTS[:4]),
+        (2, TP2, ""),
+        (2, CP2, ""),
         (1, "", ""),
         (1, "", "--num-workers 2"),  # which read ahead, up to the end of the data
         (2, CP2, MTP),
@@ -211,7 +212,7 @@ def test_tokenizing_happens_once(tmp_path, tokenizer, monkeypatch):
 def test_a_full_disk_is_named_and_names_of_files_do_not_reach_the_terminal(tmp_path, tokenizer, capsys, monkeypatch):
     (folder := tmp_path / "\x1b[31m").mkdir()
     path = write(folder, SHORT, LONG, [])
-    args = arguments(tokenizer, path, wlb_sft_skip="broken")
+    args = arguments(tokenizer, path, wlb_sft_skip=("broken",))
     conversations.read(path, args)
     said = capsys.readouterr().out
     assert said.count("[31m/rows.jsonl") == 4 and "\x1b" not in said

@@ -36,9 +36,9 @@ def of_upstream(kind, folder, blend, split):
     return BlendedMegatronDatasetBuilder(kind, [SAMPLES, 0, 0], lambda: True, config).build()[0]
 
 
-def samples(*words, count=SAMPLES, whole=False):
+def samples(*words, whole=False):
     data = described(MODEL, f"--seq-length {WINDOW} --global-batch-size 2", *words).data
-    return data.samples(1234, WINDOW, count, whole)
+    return data.samples(1234, WINDOW, SAMPLES, whole)
 
 
 @pytest.mark.parametrize("split", ["1,0,0", "80,20,0"])

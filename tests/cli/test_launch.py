@@ -11,7 +11,7 @@ import yaml
 from megatron_wlb.cli.launch import NOT_SIMULATED, read_command
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, MODEL, RUN, C, described, refused, run
+from tests.cli.analyses import JOB, MODEL, RUN, C, described, printed, refused, run
 from tests.cli.commands import ROOT, refusal
 
 LINE = """-- torchrun --nproc_per_node=2 --nnodes 2 --rdzv-endpoint host:29500 pretrain_gpt.py \
@@ -130,8 +130,8 @@ def test_a_misspelt_flag_is_refused(flag, meant, tmp_path, capsys):
     """Behind -- and in a log; that none of upstream's own is taken for one, `test_logs` shows."""
     message = f"--{flag} is no flag of Megatron's; give --{meant}, or leave it out"
     refused(capsys, f"{RUN} {JOB} --{flag} 4", message)
-    arguments = f"  num_layers ... 2\n  world_size ... 8\n  seq_length ... 64\n  {flag.replace('-', '_')} ... 4\n"
-    (tmp_path / "log").write_text(f"{'-' * 9} arguments {'-' * 9}\n{arguments}{'-' * 9} end of arguments -\n")
+    arguments = {"num_layers": 2, "world_size": 8, "seq_length": 64, flag.replace("-", "_"): 4}
+    (tmp_path / "log").write_text(printed(arguments))
     refused(capsys, str(tmp_path / "log"), message)
 
 

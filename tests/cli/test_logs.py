@@ -11,7 +11,7 @@ import pytest
 
 from megatron_wlb.cli import launch
 from megatron_wlb.cli.launch import BLOCK, read_log
-from tests.cli.analyses import described, run
+from tests.cli.analyses import described, printed, run
 
 FLAGS = {
     "dense": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16",
@@ -140,9 +140,7 @@ def test_a_log_is_read_as_people_send_it(pattern, instead, blocks, tmp_path):
 )
 def test_former_names_of_arguments_are_known(lines, expected, tmp_path):
     lines |= {"num_layers": 4, "world_size": 8, "model_parallel_size": 2, "batch_size": 4, "num_experts": [1]}
-    text = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in lines.items())
-    begin, end = ("-" * 20 + f" {what} " + "-" * 20 for what in ("arguments", "end of arguments"))
-    (tmp_path / "log").write_text(f"{begin}\n{text}{end}\n")
+    (tmp_path / "log").write_text(printed(lines))
     found = read_log(str(tmp_path / "log")).stated
     names = "recompute_granularity", "recompute_method", "recompute_num_layers"
     assert tuple(map(found.get, names)) == expected

@@ -19,6 +19,7 @@ from rehearsal.match import match
 from rehearsal.record import Kind
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.datasets import write_dataset
+from tests.cli.analyses import printed
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA build")
 JOB = """torchrun --nproc-per-node 4 pretrain_gpt.py --wlb --transformer-impl local
@@ -33,10 +34,10 @@ JOB = """torchrun --nproc-per-node 4 pretrain_gpt.py --wlb --transformer-impl lo
 VALUED = {word for word, after in itertools.pairwise(JOB) if word[:2] == "--" and after[:2] != "--"}
 
 
-def rehearse(tmp_path, *words, job=JOB, status=0):
+def rehearse(tmp_path, *words, job):
     """What `megatron-rehearse` writes."""
     path = tmp_path / "rehearsal.json"
-    assert main(["--gpu", "h100", "--json", str(path), *words, "--", *job]) == status
+    assert main(["--gpu", "h100", "--json", str(path), *words, "--", *job]) == 0
     return json.loads(path.read_text())
 
 
@@ -152,9 +153,8 @@ def test_a_job_of_a_log_that_is_too_large_is_told_with_its_rank(tmp_path, monkey
         elif name == "disable_bias_linear":
             name, value = "add_bias_linear", False
         stated[name] = value
-    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in stated.items()]
     log, path = tmp_path / "train.log", tmp_path / "rehearsal.json"
-    log.write_text("\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 20}"]))
+    log.write_text(printed(stated))
     words = ["--gpu", "h100", "--gpu-memory", "0.25", "--ranks", "3", "--steps", "1", "--json", str(path)]
     assert main([*words, str(log)]) == 1
     found = json.loads(path.read_text())
