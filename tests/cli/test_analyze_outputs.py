@@ -157,9 +157,6 @@ def test_an_extra_is_missed_before_the_work(tmp_path, module):
     [
         ("", "no --data-path; give"),
         ("--data-path DATA --num-layers 5 --pipeline-model-parallel-size 2", "5 layers do not divide over 2 stages"),
-        ("--data-path DATA --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
-         "2 layers and 1 for the edges do not divide over 2 stages of 1 chunks"),
-        ("--data-path DATA --tensor-model-parallel-size 8", "4 attention heads do not divide over 8 ranks"),
         ("--data-path DATA --wlb-profile flops", "profile flops counts attended pairs"),
         ("--data-path DATA --gpu mi300x", "no profile of mi300x; give one of .* measure it by"),
         ("--data-path DATA --micro-batch-size 3", "--micro-batch-size 3 does not divide the 4 windows"),

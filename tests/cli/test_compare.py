@@ -144,10 +144,8 @@ def test_where_losses_part_is_told(tmp_path, capsys):
     losses[49] *= 1.05
     found = compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", FAST, losses))
     assert found["losses_part_at"] == 30 and found["loss_difference"] == pytest.approx(0.0605)
-    assert (
-        "Losses part at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
-        in capsys.readouterr().out
-    )
+    said = "Losses part at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
+    assert said in capsys.readouterr().out
 
 
 def test_the_first_steps_of_every_start_are_left_out(tmp_path):
@@ -212,10 +210,7 @@ GOOD = entry()
         (["hello"], "LOG has no arguments as Megatron prints them"),
         ([], "LOG has no arguments as Megatron prints them"),
         ([GOOD] * 2, "LOG has 0 steps to compare; give longer logs, or a smaller --skip"),
-        (
-            [GOOD, json.dumps(GOOD)[:20]],
-            "LOG, line 2: JSON is malformed: invalid character (byte 20); give the file that --wlb-log named",
-        ),
+        ([GOOD, json.dumps(GOOD)[:20]], "LOG, line 2: JSON is malformed: invalid character (byte 20); give the file"),
         ([json.dumps(GOOD)[:-1] + ', "new": ' + "[" * 100_000], "line 1: "),
         ([{"step": 1, "work": [3]}], "line 1: Object missing required field `step_ms`"),
         ([GOOD | {"step_ms": -1}], "line 1: Expected `float` > 0.0 - at `$.step_ms`"),

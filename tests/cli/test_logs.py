@@ -104,10 +104,7 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
         (begun, "ends within its arguments; give the log of a run, as Megatron wrote it, to the line that ends"),
         (second.replace("  world_size", "  x"), "its arguments lack num_layers or world_size; give the log"),
         (second.replace("  world_size", "  deepspeed ....... True\n  world_size"), "^DeepSpeed trains no GPT"),
-        (
-            second.replace("  world_size", "  is_hybrid_model ... True\n  world_size"),
-            "^pretrain_mamba.py of",
-        ),
+        (second.replace("  world_size", "  is_hybrid_model ... True\n  world_size"), "^pretrain_mamba.py of"),
     ):
         log.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -187,10 +184,7 @@ def test_typed_flags_take_precedence(blocks, data, tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda path: path.mkdir(),
-            "is a folder, pipe or device; give the log of a run, as Megatron wrote it, or",
-        ),
+        (lambda path: path.mkdir(), "is a folder, pipe or device; give the log of a run, as Megatron wrote it, or"),
         (lambda path: path.write_bytes(bytes(9999)), "is binary"),
         (lambda path: path.write_bytes("a log".encode("utf-16")), "is UTF-16; give it as iconv"),
         (lambda path: path.write_bytes(b""), "has no arguments as Megatron prints them"),

@@ -48,9 +48,8 @@ def test_a_log_sets_known_arguments_and_none_that_names_a_file_a_module_or_an_ad
     of_tp = {"tensor_model_parallel_size": 2, "tensor_parallel_num_weight_shards": 2}
     assert of_log(of_tp | {"start_weight_decay": 0.1}, options, parser) == ({"tensor_model_parallel_size": 2}, [])
     assert of_log(vars(options) | {"world_size": 4, "of_no_release": 3}, options, parser) == ({}, [])
-    taken, left_out = of_log(
-        {"attention_backend": "AttnBackend.flash", "exp_avg_dtype": "torch.bfloat16"}, options, parser
-    )
+    by_name = {"attention_backend": "AttnBackend.flash", "exp_avg_dtype": "torch.bfloat16"}
+    taken, left_out = of_log(by_name, options, parser)
     assert (taken["attention_backend"].name, taken["exp_avg_dtype"], left_out) == ("flash", "bf16", [])
 
 
@@ -100,9 +99,7 @@ def test_what_is_built_lies_where_nobody_else_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert build._cache() == folder and folder.stat().st_mode & 0o777 == 0o700
     folder.parent.chmod(0o777)
-    with pytest.raises(
-        ValueError, match=f"all may write in {folder.parent}, and what lies in {folder} would run; give"
-    ):
+    with pytest.raises(ValueError, match=f"all may write in {folder.parent}, and what lies in {folder} would run;"):
         build._cache()
     folder.parent.chmod(0o1777)  # as /tmp is
     build._cache()
@@ -115,9 +112,7 @@ def test_what_is_built_lies_where_nobody_else_writes(tmp_path, monkeypatch):
             build._cache()
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home")))
-    with pytest.raises(
-        ValueError, match=r"no folder for the stand-in for CUDA \(Could not determine home\); give a fol"
-    ):
+    with pytest.raises(ValueError, match=r"no folder for the stand-in for CUDA \(Could not determine home\); give"):
         build._cache()
 
 
