@@ -114,7 +114,7 @@ MODELS = [
     full(4, f"{CP2} {VPP2} {FULL}", "--softmax-type off-by-one"),
     full(4, f"{EP2} {VPP2}", MOE),
     (2, f"{PP2} --pipeline-model-parallel-layout Ett|t|t|mmL", MTP),
-    (2, CP2, "--spec tests.adapter.specs halved_layer"),
+    (2, CP2, "--rotary-percent 0.5 --spec tests.adapter.specs halved_layer"),
     full(8, f"{ALL} {FULL}", f"{MTP} --mtp-use-repeated-layer"),
     full(8, f"{TP2} {CP2} {PP2} {EP2} --expert-tensor-parallel-size 1", V2_LITE),
     each_version(4, f"{TP2} {CP2} --recompute-activations", f"{LATENT} {QUERY_LATENT}"),
