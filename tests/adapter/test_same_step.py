@@ -141,11 +141,8 @@ def test_texts_inside_documents(ends, tmp_path):
 @pytest.mark.each_version
 def test_one_curve(dataset, tmp_path):
     """Plain, with `--wlb`, plain, and with it again in other layouts, micro-batches and S_max: one run."""
-    common = [
-        *ADAM,
-        *f"--lr 1e-4 --adam-eps 1e-2 --num-layers 2 --data-cache-path {tmp_path / 'cache'} --train-samples 64".split(),
-    ]
-    common += "--lr-decay-style constant --eval-iters 1 --eval-interval 3".split()
+    common = [*ADAM, *f"--lr 1e-4 --adam-eps 1e-2 --data-cache-path {tmp_path / 'cache'}".split()]
+    common += "--num-layers 2 --train-samples 64 --lr-decay-style linear --eval-iters 1 --eval-interval 3".split()
     without = "--train-iters --lr-decay-style --eval-iters"
     whole = train(1, dataset, *common, wlb=False, without=without)
     checkpoint = ["--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt"), "--save-interval", "99"]
