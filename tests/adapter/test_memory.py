@@ -17,15 +17,12 @@ from tests.adapter.training import CP2, FULL, GQA, MODEL, SELECTIVE, TP2, WLB, _
 from tests.worlds import run_world
 
 SIZES = "--hidden-size 256 --ffn-hidden-size 704 --kv-channels 32 --global-batch-size 1 --train-iters 1".split()
-LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
+LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear".split()
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 352"
 LATENT = """--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16
 --v-head-dim 24 --qk-layernorm --rope-type rope"""
-MODELS = {
-    "llama": MODEL,
-    "gpt": [flag for flag in MODEL if flag not in LLAMA.split()],
-    "latent": [*less(MODEL, GQA), *LATENT.split()],
-}
+GPT = [flag for flag in MODEL if flag not in LLAMA]
+MODELS = {"llama": MODEL, "gpt": GPT, "latent": [*less(MODEL, GQA), *LATENT.split()]}
 
 
 class _Held:

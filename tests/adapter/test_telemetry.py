@@ -21,7 +21,7 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.step import TIME_SHARES, shares, simulate_step
-from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, train
+from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, entries, train
 from tests.cli.commands import refusal
 from tests.jobs import job
 from tests.packing.steps import documents
@@ -67,7 +67,7 @@ def test_flags_of_one_rank_decide_for_all(dataset, tmp_path):
     log = tmp_path / "log"
     last = {1: ["--wlb-log", str(log), "--tensorboard-dir", str(tmp_path / "board")]}
     train(2, dataset, *CP2.split(), *FLAGS, "--log-interval", "4", flags_of_rank=last)
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4]
+    assert [entry["step"] for entry in entries(log)] == [1, 2, 3, 4]
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path):
