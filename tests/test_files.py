@@ -2,19 +2,13 @@
 
 import errno
 import os
-import resource
 import signal
 import stat
 
 import pytest
 
 from megatron_wlb import files
-
-
-def test_entries_follow_one_another(tmp_path):
-    for entry in (b"one\n", b"two\n"):
-        files.append(tmp_path / "log", entry, "--wlb-log")
-    assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
+from tests.limits import files_up_to
 
 
 def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path, monkeypatch):
@@ -45,13 +39,8 @@ def test_what_cannot_take_entries_is_found_beforehand(tmp_path):
     files.read(tmp_path / "data.bin", 9, "")
     with pytest.raises(ValueError, match="--wlb-log .*data.bin is a file that the run reads; name another"):
         files.check_log(str(tmp_path / "data.bin"), "--wlb-log")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-    try:
-        with pytest.raises(ValueError, match="--save .*: File too large; free space there, or name another"):
-            files.check_room(str(tmp_path), "--save")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with files_up_to(100), pytest.raises(ValueError, match="--save .*: File too large; free space there, or name"):
+        files.check_room(str(tmp_path), "--save")
     assert {path.name for path in tmp_path.iterdir()} == {"log", "data.bin"}
 
 

@@ -4,14 +4,8 @@ Torch compiles what megatron decorates while it is imported, so pytest does not 
 `test_compiled.py` runs it in another process, with TORCHDYNAMO_DISABLE=0.
 """
 
-from collections import Counter
-
 import pytest
 import torch
-from megatron.core.activations import squared_relu
-from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl, quick_gelu, weighted_bias_quick_geglu_impl
-from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
-from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 from tests.adapter.training import FULL, MOE, full, train
 
@@ -28,17 +22,6 @@ TRAINED = {
     ),
     "gelu with bias": ("--hidden-dropout 0.1", "--disable-bias-linear --swiglu", f"bias_gelu bias_gelu_back {ADD}"),
 }
-
-CALLED = {
-    "squared relu": (squared_relu, ("values",)),
-    "quick gelu": (quick_gelu, ("values",)),
-    "geglu": (lambda values: bias_geglu_impl(values, None), ("values",)),
-    "geglu with bias": (bias_geglu_impl, ("values", "bias")),
-    "experts, quick geglu": (lambda y, w: weighted_bias_quick_geglu_impl(y, None, w), ("values", "weights")),
-    "experts, quick geglu with bias": (weighted_bias_quick_geglu_impl, ("values", "bias", "weights")),
-    "experts, squared relu": (weighted_squared_relu_impl, ("values", "weights")),
-}
-"""Fusions that no training here has; some need TransformerEngine, or flags that upstream lacks."""
 
 
 @pytest.fixture(params=["eager", full("inductor")])
@@ -62,22 +45,3 @@ def test_in_training(model, dataset):
     )
     assert set(functions.split()) <= one.keys() == changing.keys()
     assert all(changing[name] <= 2 * one[name] for name in one), (one, changing)
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("name", CALLED)
-def test_in_calls(name):
-    """Once for the first length and once for all others, that of the hidden size among them."""
-    function, arguments = CALLED[name]
-    bias = torch.randn(64, requires_grad=True)
-    torch.compiler.reset()
-    clear_compilation_metrics()
-    for length in (40, 64, 2, 32, 128, 1000, 41, 39, 96, 3, 63, 65):
-        given = {
-            "values": torch.randn(length, 64, requires_grad=True),
-            "bias": bias,
-            "weights": torch.rand(length, 1, requires_grad=True),
-        }
-        function(*(given[a] for a in arguments)).sum().backward()
-    counts = Counter(m.co_name for m in get_compilation_metrics() if m.co_name)  # the others are backward graphs
-    assert counts and set(counts.values()) == {2}, counts

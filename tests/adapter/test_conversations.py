@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from megatron_wlb.adapter import conversations
 from megatron_wlb.cli.main import main
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
-from tests.adapter.test_failures import files_up_to
-from tests.adapter.test_parity import LAYOUTS, TOLERANCE
-from tests.adapter.training import CP2, MTP, PP2, relative_error, train
+from tests.adapter.test_parity import TOLERANCE
+from tests.adapter.training import CP2, MTP, PP2, TP2, relative_error, train
+from tests.limits import files_up_to
 
 FORMAT = "nemotron-nano-v2"
 WITHOUT = "--tokenizer-type --vocab-size --split --reset-attention-mask --reset-position-ids"
@@ -67,7 +67,8 @@ EVALUATE = "--split 60,40,0 --eval-iters 1 --eval-interval 1"
 @pytest.mark.parametrize(
     ("size", "layout", "flags"),
     [
-        *((each.values[0], each.values[1], "") if hasattr(each, "values") else (*each, "") for each in LAYOUTS[:4]),
+        (2, TP2, ""),
+        (2, CP2, ""),
         (1, "", ""),
         (1, "", "--num-workers 2"),  # which read ahead, up to the end of the data
         (2, CP2, MTP),
@@ -211,7 +212,7 @@ def test_tokenizing_happens_once(tmp_path, tokenizer, monkeypatch):
 def test_a_full_disk_is_named_and_names_of_files_do_not_reach_the_terminal(tmp_path, tokenizer, capsys, monkeypatch):
     (folder := tmp_path / "\x1b[31m").mkdir()
     path = write(folder, SHORT, LONG, [])
-    args = arguments(tokenizer, path, wlb_sft_skip="broken")
+    args = arguments(tokenizer, path, wlb_sft_skip=("broken",))
     conversations.read(path, args)
     said = capsys.readouterr().out
     assert said.count("[31m/rows.jsonl") == 4 and "\x1b" not in said
@@ -220,16 +221,21 @@ def test_a_full_disk_is_named_and_names_of_files_do_not_reach_the_terminal(tmp_p
         conversations.read(path, args)
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl.gz"])
-def test_arrays_and_gzipped_files_are_read_as_upstream_does(name, tmp_path, tokenizer):
-    lines = write(tmp_path, SHORT, LONG)
-    rows = [{"messages": each} for each in (SHORT, LONG)]
-    path = tmp_path / name
-    path.write_text(json.dumps(rows, indent=1))
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl.gz", "rows.parquet"])
+def test_other_files_are_read_as_lines_are(name, tmp_path, tokenizer):
+    rows = [conversation([length], length) for length in (3, 40, 9, 300)]
+    lines, path = write(tmp_path, *rows), tmp_path / name
+    messages = [{"messages": row} for row in rows]
     if name.endswith(".gz"):
         path.write_bytes(gzip.compress(Path(lines).read_bytes()))
-    read = [conversations.read(str(each), arguments(tokenizer, lines)) for each in (lines, path)]
-    assert read[0].lengths.tolist() == read[1].lengths.tolist()
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(messages, indent=1))
+    else:
+        datasets.Dataset.from_list(messages).to_parquet(path)
+    of_lines, other = (conversations.read(str(each), arguments(tokenizer, lines)) for each in (lines, path))
+    assert other.lengths.tolist() == of_lines.lengths.tolist()
+    for i in range(4):
+        assert all(np.array_equal(*both) for both in zip(of_lines.row(i), other.row(i), strict=True))
 
 
 def test_packs_of_bridge_are_conversations(tmp_path, tokenizer):
@@ -252,14 +258,3 @@ def test_analyze_says_what_it_would_bring_and_what_upstream_pads(tmp_path, token
     padding = 1 - np.mean(np.minimum(rows, 256)) / 256
     assert f"each of the 30 lines of {path}: {padding:.1%} of their tokens are padding" in " ".join(printed.err.split())
     assert main(["analyze", *flags, "--json", path]) == 2 and "an input of this command" in capsys.readouterr().err
-
-
-def test_messages_of_parquet_are_those_of_lines(tmp_path, tokenizer):
-    """A table of messages reads as its lines do."""
-    rows = [conversation([length], length) for length in (3, 40, 9, 70)]
-    lines, table = write_chats(tmp_path / "a.jsonl", rows), str(tmp_path / "b.parquet")
-    datasets.Dataset.from_list([{"messages": row} for row in rows]).to_parquet(table)
-    of_lines, of_table = (conversations.read(path, arguments(tokenizer, path)) for path in (lines, table))
-    assert of_table.lengths.tolist() == of_lines.lengths.tolist()
-    for i in range(4):
-        assert all(np.array_equal(*both) for both in zip(of_lines.row(i), of_table.row(i), strict=True))

@@ -35,25 +35,13 @@ def per_document(rank, _):
 
 def attended(rows):
     """Pairs of places (query, key) that the ring attends to, given the places that the ranks hold."""
-    begins = np.cumsum((0, *LENGTHS)) // CP
-    chunks = []  # of every document: (number among its chunks, places)
-    for begin, end in itertools.pairwise(begins):
-        middle = (begin + end) // 2
-        chunks.append(
-            [
-                (number, rows[rank][part])
-                for rank in range(CP)
-                for number, part in ((rank, slice(begin, middle)), (2 * CP - 1 - rank, slice(middle, end)))
-            ]
-        )
-    pairs = set()
-    for document in chunks:
-        for (of_queries, queries), (of_keys, keys) in itertools.product(document, repeat=2):
-            if of_keys < of_queries:
-                pairs |= set(itertools.product(queries.tolist(), keys.tolist()))
-            elif of_keys == of_queries:
-                pairs |= {(int(q), int(k)) for i, q in enumerate(queries) for k in keys[: i + 1]}
-    return pairs
+    begins, held = np.cumsum((0, *LENGTHS)) // CP, []  # document, number among its chunks, row of the chunk, place
+    for rank, (document, (begin, end)) in itertools.product(range(CP), enumerate(itertools.pairwise(begins))):
+        size = (end - begin) // 2
+        for chunk, first in ((rank, begin), (2 * CP - 1 - rank, begin + size)):
+            held += [(document, chunk, i, int(rows[rank][first + i])) for i in range(size)]
+    pairs = itertools.product(held, repeat=2)
+    return {(query[-1], key[-1]) for query, key in pairs if query[0] == key[0] and key[1:3] <= query[1:3]}
 
 
 @pytest.mark.parametrize(("division", "right"), [(per_sequence, False), (per_document, True)])

@@ -4,9 +4,7 @@ Each is an error that says what and where, never a wait without end; and what wa
 """
 
 import contextlib
-import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -18,18 +16,8 @@ from megatron_wlb.adapter import data
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.plan import state, step
-from tests.adapter.training import ADAM, train
-
-
-@contextlib.contextmanager
-def files_up_to(size):
-    """No file may become larger; a write beyond is cut, and the next one fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.adapter.training import ADAM, entries, train
+from tests.limits import files_up_to
 
 
 def test_a_log_in_no_folder_is_found_before_the_first_step(dataset, tmp_path):
@@ -74,7 +62,7 @@ def test_what_ends_the_planner_reaches_the_training_loop(size, error, dataset, t
     monkeypatch.setattr(step, "plan_packed", failing)
     with pytest.raises(RuntimeError, match=rf"(?s){type(error).__name__}: {error}.*planning failed before step 2"):
         train(size, dataset, "--train-iters", "4", log=path)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    assert [entry["step"] for entry in entries(path)] == [1, 2]
 
 
 def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, tmp_path, monkeypatch):
@@ -116,10 +104,10 @@ class Same(torch.utils.data.Dataset):
 multiprocessing.set_start_method("{method}")  # workers are forked even so
 planner = types.SimpleNamespace(get=lambda step: types.SimpleNamespace(micro_batches=[step]))
 batches = loader(Same(), planner, 0, 2, signal.SIGTERM)  # a global is still there when the process ends
-read = [next(batches)]
+read = [next(batches), next(batches)]  # both workers are there
 for worker in multiprocessing.active_children():
     os.kill(worker.pid, signal.SIGTERM)
-print(read + [next(batches) for _ in range(9)])
+print(read + [next(batches) for _ in range(8)])
 """
 
 

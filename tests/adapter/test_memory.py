@@ -17,15 +17,12 @@ from tests.adapter.training import CP2, FULL, GQA, MODEL, SELECTIVE, TP2, WLB, _
 from tests.worlds import run_world
 
 SIZES = "--hidden-size 256 --ffn-hidden-size 704 --kv-channels 32 --global-batch-size 1 --train-iters 1".split()
-LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
+LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear".split()
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 352"
 LATENT = """--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16
 --v-head-dim 24 --qk-layernorm --rope-type rope"""
-MODELS = {
-    "llama": MODEL,
-    "gpt": [flag for flag in MODEL if flag not in LLAMA.split()],
-    "latent": [*less(MODEL, GQA), *LATENT.split()],
-}
+GPT = [flag for flag in MODEL if flag not in LLAMA]
+MODELS = {"llama": MODEL, "gpt": GPT, "latent": [*less(MODEL, GQA), *LATENT.split()]}
 
 
 class _Held:
@@ -112,7 +109,7 @@ CASES = [
     ("llama", 2, f"--bf16 {MOE} {TP2} --moe-shared-expert-intermediate-size 352"),
     ("llama", 1, f"--bf16 {MOE} {SELECTIVE} moe"),
     full("llama", 2, f"--bf16 {CP2} --wlb-cp-sharding per-document --wlb-save-gathered-kv"),
-    full("latent", 1, f"--bf16 {SELECTIVE} mla_up_proj"),
+    *(full("latent", 1, f"--bf16 {SELECTIVE} {module}") for module in ("core_attn", "mla_up_proj")),
     full("llama", 1, f"--bf16 {MOE} {SELECTIVE} core_attn"),
     full("llama", 2, f"--bf16 {MOE} {TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"),
 ]
@@ -126,7 +123,7 @@ def test_autograd_keeps_of_a_layer_what_is_predicted(model, size, flags, dataset
     assert predicted == pytest.approx(added, rel=0.02)
 
 
-@pytest.mark.parametrize("flags", ["", full("--wlb-save-gathered-kv")])
+@pytest.mark.parametrize("flags", ["", full(f"{SELECTIVE} core_attn"), full("--wlb-save-gathered-kv")])
 def test_autograd_keeps_latents_that_travel(flags, dataset, profile):
     """Or with a flag K and V. Predicted as if both ranks saw all keys; one sees three quarters of them."""
     argv = ["pretrain_gpt.py", *MODELS["latent"], *WLB, *SIZES, "--bf16", *CP2.split(), *flags.split()]

@@ -100,10 +100,8 @@ def test_transfers_hide(dataset, monkeypatch, tmp_path):
         kept = len(self._sent)
         settle(self)
         with (tmp_path / str(os.getpid())).open("a") as file:
-            group = self.config.microbatch_group_size_per_vp_stage
-            print(
-                self.config.overlap_p2p_comm_warmup_flush, kept > 0, len(self._sent), len(self._rows), group, file=file
-            )
+            flush, group = self.config.overlap_p2p_comm_warmup_flush, self.config.microbatch_group_size_per_vp_stage
+            print(flush, kept > 0, len(self._sent), len(self._rows), group, file=file)
 
     monkeypatch.setattr(p2p.PlannedP2PCommunicator, "settle", settled)
     flags = f"{VPP2} --train-iters 2 --eval-iters 1 --eval-interval 1 --wlb-micro-batches 4 --wlb-max-tokens 640"

@@ -12,7 +12,7 @@ DENSE = (
 ).split()
 GIVEN = "--micro-batch-size 1 --calculate-per-token-loss --attention-dropout 0".split()
 RECIPES = {
-    "as given": [*DENSE, *GIVEN],
+    "mlm-given": [*DENSE, *GIVEN],  # of a supported Megatron, by its name
     "settings": [*DENSE, "--micro-batch-size", "4", "--pipeline-model-parallel-size", "2"],
     "swift": "--micro_batch_size 2 --sequence_parallel true --tensor_model_parallel_size 2 --train_iters 9".split(),
     "shell": [*DENSE, "--micro-batch-size", "--lr-decay-style", "${STYLE}", *GIVEN[2:]],
@@ -30,25 +30,22 @@ def recipe(name, flags, **more):
 
 def test_every_verdict(tmp_path, monkeypatch, capsys):
     lines = [recipe(name, flags) for name, flags in RECIPES.items()]
-    lines += [
-        recipe("mamba", [*DENSE, *GIVEN], set={"model_type": "mamba"}),
-        recipe("set", DENSE, set={"attention_dropout": 0.1}),
-    ]
-    (tmp_path / "recipes.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
-    out = tmp_path / "counts.json"
-    monkeypatch.setattr(
-        sys, "argv", ["recipes", str(tmp_path / "recipes.gz"), "--json", str(out), "--output", str(tmp_path)]
-    )
+    lines.append(recipe("mamba", [*DENSE, *GIVEN], set={"model_type": "mamba"}))
+    lines.append(recipe("set", DENSE, set={"attention_dropout": 0.1}))
+    path, out = tmp_path / "recipes.gz", tmp_path / "counts.json"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    monkeypatch.setattr(sys, "argv", ["recipes", str(path), "--json", str(out), "--output", str(tmp_path)])
     recipes.main()
     rows = {row["source"]: row for row in json.loads((tmp_path / "recipes.json").read_text())["rows"]}
     verdicts = {name: next(v for v in recipes.VERDICTS if row[v]) for name, row in rows.items()}
     assert verdicts == {
-        **{"as given": "as given", "fork": "as given", "hybrid": "as given", "graphs": "something switched off"},
+        **{"mlm-given": "as given", "fork": "as given", "hybrid": "as given", "graphs": "something switched off"},
         **dict.fromkeys(("settings", "swift", "shell"), "with settings"),
         **dict.fromkeys(("dropout", "script's", "mamba", "set"), "refused"),
     }
     found = json.loads(out.read_text())
     assert (found["accepted"], found["without_price"], found["total"]) == (7, 6, 11)
+    assert found["accepted_where_theirs_is_supported"] == found["theirs_is_supported"] == 1
     assert sum(found["reasons"].values()) == 4
     assert "MISSED share accepted with --wlb alone" in capsys.readouterr().out
 

@@ -34,6 +34,7 @@ from tests.adapter.training import (
     train,
 )
 
+NON_PERSISTENT = "--non-persistent-save-interval 2 --non-persistent-ckpt-type global --save-interval 9"
 EXACT = ("step", "plan", "loss", "tokens", "imbalance", "imbalance_original", "delays_tokens", "work")
 SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
 """Where the run is cut, the batch grows."""
@@ -44,11 +45,7 @@ SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
     [
         (1, "", "paper:96,160"),
         (1, SCHEDULE, "adaptive"),
-        (
-            2,
-            f"{PP2} --non-persistent-save-interval 2 --non-persistent-ckpt-type global --save-interval 9",
-            "adaptive:20",
-        ),
+        (2, f"{PP2} {NON_PERSISTENT}", "adaptive:20"),
         (4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
         (4, f"{TP2} {PP2} {LINEAR}", "adaptive"),
         (4, f"{CP2} {PP2} {MAMBA} M*|GM", "adaptive"),
@@ -56,8 +53,6 @@ SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
     ],
 )
 def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
-    if MAMBA in flags:
-        pytest.importorskip("einops")  # upstream's Mamba layers
     without = GQA if LATENT in flags else "--global-batch-size" if flags == SCHEDULE else ""
     train = functools.partial(training.train, without=without)
     common = [*flags.split(), *ADAM, *f"--wlb-packing {packing} --train-iters 3".split()]
@@ -97,9 +92,8 @@ def test_delay_loses_no_document_when_layout_and_batch_size_change(packing, data
     for part, ((size, flags), n, m) in enumerate(zip(layouts, windows, counts, strict=True), 1):
         flags += f" --global-batch-size {n} --wlb-micro-batches {m} --exit-interval {3 * part}"
         train(size, dataset, *common, *flags.split(), prints=prints, log=log, without=without, exits=True)
-    changes = re.findall(
-        r"> wlb: resumed at iteration (\d+) with \d+ documents waiting; changed: (.*)", prints.read_text()
-    )
+    said = r"> wlb: resumed at iteration (\d+) with \d+ documents waiting; changed: (.*)"
+    changes = re.findall(said, prints.read_text())
     expected = [
         "parallel.pp 1 -> 2, parallel.dp 1 -> 2",
         "parallel.cp 1 -> 2, parallel.pp 2 -> 1, parallel.dp 2 -> 1",
@@ -188,9 +182,7 @@ def test_with_delay_a_missing_state_stops_the_run_unless_told_to_go_on(dataset, 
     with pytest.raises(RuntimeError, match="is of step 1, not of iteration 2; copy that one's"):
         train(1, dataset, *load)
     state_path(str(checkpoint), 2).unlink()
-    with pytest.raises(
-        RuntimeError, match="there is no packer state .*by --no-load-wlb: documents of the samples befo"
-    ):
+    with pytest.raises(RuntimeError, match="there is no packer state .*by --no-load-wlb: documents of the"):
         train(1, dataset, *load)
     run = train(1, dataset, *load, "--no-load-wlb", log=tmp_path / "log.jsonl", prints=prints)
     assert [e["step"] for e in run["log"]] == [3] and "that waited then are not trained" in prints.read_text()

@@ -143,35 +143,6 @@ def test_the_number_of_micro_batches_is_chosen(dataset, tmp_path):
     assert entries(log)[0]["job"]["num_micro_batches"] > entries(log)[0]["job"]["global_batch_size"] == 8
 
 
-def test_samples_are_windows_whatever_the_number_of_micro_batches(dataset, tmp_path, monkeypatch):
-    """Upstream's counts go by N, the steps run M; the run is cut in two, and equal to the uncut one to the bit."""
-    forward = Training.forward_step
-    ran = tmp_path / "ran"
-
-    def counted(self, data_iterator, model):
-        batch = next(data_iterator)
-        with ran.open("a") as file:
-            file.write(f"{batch.split} ")
-        return forward(self, iter([batch]), model)
-
-    monkeypatch.setattr(Training, "forward_step", counted)
-    common = [*ADAM, *"--train-samples 32 --lr-decay-style linear --wlb-micro-batches 16".split()]
-    common += ["--eval-iters", "1", "--eval-interval", "2", "--num-layers", "2"]
-    without = "--train-iters --lr-decay-style --eval-iters"
-    uncut = train(1, dataset, *common, without=without, log=tmp_path / "uncut")
-    evaluated = ["valid"] * 8
-    steps = [*["train"] * 32, *evaluated]
-    assert ran.read_text().split() == [*steps, *steps, *evaluated]  # once more at the end
-
-    log = tmp_path / "log"
-    common += ["--save", str(tmp_path / "ckpt"), "--save-interval", "9"]
-    with pytest.raises(RuntimeError, match="SystemExit"):
-        train(1, dataset, *common, "--exit-interval", "3", without=without, log=log)
-    cut = train(1, dataset, *common, "--load", str(tmp_path / "ckpt"), without=without, log=log)
-    assert losses(log) == losses(tmp_path / "uncut")
-    assert all(torch.equal(cut["params"][name], value) for name, value in uncut["params"].items())
-
-
 def test_steps_are_replayed(dataset, tmp_path, monkeypatch):
     """A transient error is injected into every step after the first, each of which runs again, and nothing else."""
     plain, replayed = tmp_path / "plain.jsonl", tmp_path / "replayed.jsonl"

@@ -74,10 +74,11 @@ CASES = {
     "experts": each_version(2, CP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 {EOD_MASK}"),
     "experts-per-token": full(2, PP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 --calculate-per-token-loss"),
     "experts-mtp": full(2, CP2, f"{MOE} {MTP} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3"),
-    "cyclic": (1, "", "--dataloader-type cyclic --train-iters 14"),
+    "cyclic": (1, "", f"--dataloader-type cyclic --train-iters 14 {EVALUATE}"),
     "cyclic-micro-batches-of-two": full(2, "", f"--dataloader-type cyclic --micro-batch-size 2 {EOD_MASK}"),
     "cyclic-unsharded": full(1, "", "--dataloader-type cyclic --no-data-sharding --train-iters 14"),
-    "learned-positions": each_version(2, TP2, "--position-embedding-type learned_absolute"),
+    "learned-positions": each_version(4, f"{TP2} {CP2}", "--position-embedding-type learned_absolute"),
+    "batch-schedule": (1, "", "--step-batch-size-schedule 0:4,2048:8 --micro-batch-size 2 --lr-decay-style linear"),
     "samples": full(1, "", "--train-samples 24 --lr-decay-style linear"),
 }
 
@@ -89,11 +90,34 @@ CASES = {
 )  # fmt: skip
 def test_data_and_weights(size, layout, flags, dataset):
     without = "--train-iters --lr-decay-style" if "--train-samples" in flags else ""
+    if EVALUATE in flags:
+        without = "--eval-iters"
+    if "schedule" in flags:
+        without = "--global-batch-size --lr-decay-style"
     if "learned" in flags:
         without = "--reset-position-ids"
     common = [*GENTLE.split(), *flags.split()]
     theirs = train(1 if "cyclic" not in flags else size, dataset, *common, wlb=False, without=without)
     compare(train(size, dataset, *common, *layout.split(), without=without), theirs)
+
+
+def test_positions_begin_anew_where_documents_are_packed(dataset):
+    """As --dataloader-inter-document-masking has them in Megatron, whose attention over them needs a GPU."""
+    resets, learned = (
+        "--reset-attention-mask --reset-position-ids",
+        "--position-embedding-type learned_absolute".split(),
+    )
+    theirs = train(1, dataset, *GENTLE.split(), *learned, wlb=False)
+    masked = [*learned, "--dataloader-inter-document-masking"]
+    compare(train(2, dataset, *GENTLE.split(), *masked, *CP2.split(), without=resets), theirs)
+
+
+def test_fp16_has_the_scale_of_a_mean_over_tokens(dataset):
+    flags = [*GENTLE.split(), *"--fp16 --loss-scale 65536 --train-iters 3".split()]
+    ours, theirs = (train(1, dataset, *flags, wlb=wlb) for wlb in (True, False))
+    two = train(1, dataset, *flags, "--micro-batch-size", "2", wlb=False)
+    print("--wlb:", found := spread(ours, theirs), "micro-batch size 2:", spread(two, theirs))
+    assert found[0] <= 1e-5 and found[1] <= 1e-3
 
 
 @pytest.mark.parametrize(
@@ -141,11 +165,8 @@ def test_texts_inside_documents(ends, tmp_path):
 @pytest.mark.each_version
 def test_one_curve(dataset, tmp_path):
     """Plain, with `--wlb`, plain, and with it again in other layouts, micro-batches and S_max: one run."""
-    common = [
-        *ADAM,
-        *f"--lr 1e-4 --adam-eps 1e-2 --num-layers 2 --data-cache-path {tmp_path / 'cache'} --train-samples 64".split(),
-    ]
-    common += "--lr-decay-style constant --eval-iters 1 --eval-interval 3".split()
+    common = [*ADAM, *f"--lr 1e-4 --adam-eps 1e-2 --data-cache-path {tmp_path / 'cache'}".split()]
+    common += "--num-layers 2 --train-samples 64 --lr-decay-style linear --eval-iters 1 --eval-interval 3".split()
     without = "--train-iters --lr-decay-style --eval-iters"
     whole = train(1, dataset, *common, wlb=False, without=without)
     checkpoint = ["--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt"), "--save-interval", "99"]
@@ -155,13 +176,13 @@ def test_one_curve(dataset, tmp_path):
         (1, False, "--micro-batch-size 2"),
         (2, True, f"{PP2} --wlb-micro-batches 12"),
     ]
-    losses, evaluations = [], []
+    losses = []
     for i, (size, wlb, flags) in enumerate(parts):
         run = train(
             size, dataset, *common, *checkpoint, *flags.split(), "--exit-interval", str(2 * i + 2),
             wlb=wlb, without=without, exits=True,
         )  # fmt: skip
-        losses, evaluations = losses + run["losses"], evaluations + run["evaluations"]
+        losses += run["losses"]
     assert losses == pytest.approx(whole["losses"], rel=LOSS)
     assert relative_error(run["params"], whole["params"]) <= PARAMETERS
     assert not list((tmp_path / "ckpt").glob("*.wlb.json"))

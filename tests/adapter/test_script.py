@@ -14,6 +14,7 @@ import venv
 from pathlib import Path
 from types import SimpleNamespace
 
+import megatron.core
 import pytest
 import torch
 
@@ -32,9 +33,8 @@ def run(*command, python=sys.executable):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return subprocess.run(
-        [python, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
-    )
+    options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run([python, *command], check=False, **options)
 
 
 def steps(finished, pattern=r"wlb step.*? waiting \d+ documents"):
@@ -83,8 +83,9 @@ def test_after_installation_the_script_itself_takes_the_flag(hooked, dataset, mo
     assert run("-c", loaded, python=hooked).stdout == "[]\n"
     assert run("-c", loaded, "--wlb", python=hooked).stdout == "['megatron_wlb_hook']\n"
     monkeypatch.setenv("MEGATRON_WLB_HOOK", "0")
-    without = run(*script, *flags, python=hooked).stderr
-    assert re.search("unrecognized arguments: --wlb|Megatron requires CUDA", without)  # the latter first in 0.17
+    asks_first = megatron.core.__version__.startswith("0.17.")  # for a GPU, before it parses the flags
+    said = "Megatron requires CUDA" if asks_first else "unrecognized arguments: --wlb"
+    assert said in run(*script, *flags, python=hooked).stderr
 
 
 def test_without_wlb_the_script_trains_by_itself(dataset, tmp_path):
@@ -106,15 +107,9 @@ def test_the_health_check_of_images():
         ([*RUN, SCRIPT, *CPU, "--wlb", *MODEL, "--attention-dropout", "0.1"], "--attention-dropout is 0.1; packed"),
         ([OURS, *CPU, "--wlb", "--yaml-cfg", "CITATION.cff"], "--yaml-cfg is not supported; give flags"),
         ([OURS, *MODEL, *CPU], "with --wlb only; give it, or run upstream's script: python -m megatron_wlb.run"),
-        (
-            [*RUN, SCRIPT, *CPU, *MODEL, "--wlb-log", "log", "--no-load-wlb"],
-            "--wlb-log --no-load-wlb without --wlb; giv",
-        ),
+        ([*RUN, SCRIPT, *CPU, *MODEL, "--wlb-log", "log", "--no-load-wlb"], "--wlb-log --no-load-wlb without --wlb;"),
         ([OURS, "--wlb", *MODEL], "torch sees no GPU on this machine; .*give --distributed-backend gloo to train on"),
-        (
-            [OURS, "--wlb", *MODEL, *CPU, "--data-path", "no\n\x1b[31mwhere"],
-            r"dataset file no  \[31mwhere.idx does not",
-        ),
+        ([OURS, "--wlb", *MODEL, *CPU, "--data-path", "no\n\x1b[31mwhere"], r"file no  \[31mwhere.idx does not"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(command, message):
@@ -157,8 +152,8 @@ def train_valid_test_datasets_provider(num_samples):
 """
 
 
-def config(name="GPTModelConfig"):
-    return object.__new__(getattr(importlib.import_module("megatron.training.models"), name))
+def config():
+    return object.__new__(importlib.import_module("megatron.training.models").GPTModelConfig)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +162,7 @@ def config(name="GPTModelConfig"):
         ("loss_mask).sum()", "loss_mask).sum()  # as in the paper", None),
         ("def loss_func(loss_mask,", 'def loss_func(  \n    loss_mask: "torch.Tensor",', None),
         ("    return args", '    """Return it."""\n    return args', None),
-        (
-            "loss_mask).sum()",
-            "loss_mask).sum() + z_loss(output_tensor)",
-            "functions loss_func in .*pretrain.py change in them",
-        ),
+        ("loss_mask).sum()", "loss_mask).sum() + z_loss(output_tensor)", "functions loss_func in .*pretrain.py"),
         ("mask = get", "mask = goldfish(get_batch(data_iterator)) or get", "functions forward_step in"),
         ("def get_batch", "get_batch = None\ndef get_other_batch", "functions get_batch in"),
         ("    return args", "    return changed(args)", "functions core_gpt_dataset_config_from_args in"),

@@ -15,14 +15,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_wlb import files
 from megatron_wlb.adapter import clock, report
 from megatron_wlb.cli.main import main
-from megatron_wlb.hardware.network import Collective, Network
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import shard_step
+from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.step import TIME_SHARES, shares, simulate_step
-from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, train
+from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, entries, train
 from tests.cli.commands import refusal
 from tests.jobs import job
+from tests.packing.steps import documents
+from tests.simulate.shards import FREE
 
 MEASURED = {"busy": 0.75, "bubble": 0.2, "exchange": 0.0, "waiting": 0.05}
 FLAGS = [*ADAM, "--train-iters", "4"]
@@ -64,7 +67,7 @@ def test_flags_of_one_rank_decide_for_all(dataset, tmp_path):
     log = tmp_path / "log"
     last = {1: ["--wlb-log", str(log), "--tensorboard-dir", str(tmp_path / "board")]}
     train(2, dataset, *CP2.split(), *FLAGS, "--log-interval", "4", flags_of_rank=last)
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4]
+    assert [entry["step"] for entry in entries(log)] == [1, 2, 3, 4]
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path):
@@ -136,16 +139,8 @@ def test_traces_name_micro_batches_and_what_they_wait_for(dataset, tmp_path, mon
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 4, "dp": 2}, {"pp": 2, "vpp": 2, "cp": 2}], ids=str)
 def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout):
     """Of its passes as a `Clock` sees them, which does not see transfers between stages."""
-    free = Collective((2, 8), (0.0, 0.0), (1e30, 1e30))
-    network = Network(
-        name="free", all_gather=free, reduce_scatter=free, all_reduce=free, link_gb_per_s=math.inf, hop_us=0.0
-    )
-    ours = job(
-        **layout,
-        num_micro_batches=16,
-        profile=replace(load_profile("h100-fa2"), network=network),
-        packing=AdaptivePacking(),
-    )
+    profile = replace(load_profile("h100-fa2"), network=FREE)
+    ours = job(**layout, num_micro_batches=16, profile=profile, packing=AdaptivePacking())
     lengths = [np.array([16 * (1 + i % 4)] * (1 + i % 3)) for i in range(16)]
     step = simulate_step(ours, shard_step(ours, lengths))
     passes = np.stack([np.mean([getattr(p, way).mean(-1) for p in step.passes], 0) for way in ("forward", "backward")])
@@ -157,3 +152,17 @@ def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout):
     assert list(measured) == list(predicted)
     assert sum(measured.values()) == pytest.approx(1)
     assert measured == pytest.approx(predicted, abs=1e-9)
+
+
+def test_a_step_is_predicted_with_the_micro_batches_that_its_ranks_have():
+    """Of two long and two short ones: a rank with both long ones takes longer than one of each."""
+    given = job(dp=2, context_length=8192, profile=load_profile("h100-fa2"), packing=AdaptivePacking())
+    lengths = [np.array([length]) for length in (8192, 8192, 256, 256)]
+
+    def predicted(ranks):
+        rows = documents(np.concatenate(lengths))
+        return report._predicted(given, PackedBatch(documents=rows, bounds=np.arange(5), ranks=np.array(ranks)))
+
+    uneven, even = predicted([[0, 1], [2, 3]]), predicted([[0, 2], [1, 3]])
+    step = simulate_step(given, [[shard(lengths[i], given) for i in rank] for rank in ([0, 1], [2, 3])])
+    assert uneven == (step.time, shares(step)) and uneven[0] > 1.2 * even[0]

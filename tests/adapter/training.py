@@ -14,6 +14,7 @@ import re
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,13 +246,17 @@ def _whole_shape(name: str, parameter: Any) -> list[int]:
     return [n * size if i == dim else n for i, n in enumerate(parameter.shape)]
 
 
+def initial(name: str, shape: Sequence[int]) -> torch.Tensor:
+    """What a whole parameter of this global name starts with."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    scale, shift = {1: (0.1, 1.0), 2: (0.05, 0.0), 3: (0.5, 0.0)}[len(shape)]
+    shift -= 4.0 * name.endswith("A_log")  # states decay over tens of tokens
+    return torch.randn(*shape, generator=generator) * scale + shift
+
+
 def _set_parameters(chunks: list[Any]) -> None:
     for name, parameter in _parameters(chunks):
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        shape = _whole_shape(name, parameter)
-        scale, shift = {1: (0.1, 1.0), 2: (0.05, 0.0), 3: (0.5, 0.0)}[len(shape)]
-        shift -= 4.0 * name.endswith("A_log")  # states decay over tens of tokens
-        whole = torch.randn(shape, generator=generator) * scale + shift
+        whole = initial(name, _whole_shape(name, parameter))
         dim, rank, size, rows = _split(name, parameter)
         if dim >= 0:
             parts = whole.split([n * size for n in rows], dim)

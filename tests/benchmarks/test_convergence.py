@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from megatron_wlb.plan.dataset import read_lengths
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Windows, windows
 from tests.adapter.conftest import dataset  # noqa: F401  # also makes this process the warm parent of forked worlds
-from tests.adapter.training import MODEL, relative_error, train
+from tests.adapter.training import MODEL, initial, relative_error, train
 
 CP2_PP2 = "--context-parallel-size 2 --pipeline-model-parallel-size 2"
 DP2_PP2 = "--pipeline-model-parallel-size 2"
@@ -57,7 +56,8 @@ def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path, mo
     lengths = read_lengths(dataset).astype(np.int64)
     data = cut(np.fromfile(f"{dataset}.bin", np.int32), lengths, upstream_windows(dataset, lengths))
     model = Trainer(TINY, data.corpus, 0).model
-    set_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = initial(name_of(name), parameter.shape)
     scale = replace(TINY, dp=2, pp=2)  # adaptive packing goes by the layout, the others do not
     packer = Packer(data.samples, job_of(variant, scale))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
@@ -103,14 +103,6 @@ def name_of(name):
         return f"layer{int(match[1]) + 1}.{prefix}{match[2]}"
     outer = {"embedding.weight": "embedding.word_embeddings.weight"}
     return (outer | {"final_layernorm.weight": "decoder.final_layernorm.weight"}).get(name, name)
-
-
-def set_parameters(model):
-    """As tests/adapter/training.py does."""
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(name_of(name).encode()))
-        scale, shift = (0.1, 1.0) if parameter.dim() == 1 else (0.05, 0.0)
-        parameter.data = torch.randn(parameter.shape, generator=generator) * scale + shift
 
 
 @pytest.fixture(scope="module")

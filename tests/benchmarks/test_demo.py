@@ -29,8 +29,6 @@ def test_the_demo(tmp_path):
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert (
-        "\n   5 " in done.stdout
-        and "steps 4 to 5 have the same documents, and the same loss to the last bit" in done.stdout
-    )
+    assert "\n   5 " in done.stdout
+    assert "steps 4 to 5 have the same documents, and the same loss to the last bit" in done.stdout
     assert all("<h1 class=" in (tmp_path / f"demo/{page}.html").read_text() for page in ("report", "analyze"))

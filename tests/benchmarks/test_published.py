@@ -28,8 +28,6 @@ def without(row, path):
     [
         (without(STEP, "layout.gpus"), "no layout.gpus"),
         (without(STEP, "model.layers"), "the shape of GPT 7.1B is not known"),
-        (without(STEP, "model"), "no model"),
-        (without(STEP, "hardware"), "no hardware"),
         (STEP | {"hardware": "TPU v5p"}, "no profile of TPU v5p"),
         (STEP | {"hardware": "GB200", "software": {"generations": ("fa2",)}}, "no profile of GB200 with fa2"),
         (STEP | {"software": {"unsimulated": "a reason"}}, "a reason"),
@@ -38,7 +36,6 @@ def without(row, path):
         (ROWS["titan-70b-asynctp"], "neither async TP nor the ring of PyTorch is simulated"),
         (STEP | {"sequence": "1K to 16K"}, "sequences of 1K to 16K tokens"),
         (STEP | {"measured": {"peak_memory": {"value": 70, "unit": "GB"}}}, "no speed of a training step"),
-        (STEP | {"measured": {"tflops_per_gpu": {"value": None}}}, "no measured.tflops_per_gpu.value"),
         (STEP | {"measured": {"tflops_per_gpu": {"value": "fast"}}}, "a field is not as expected"),
         (STEP | {"measured": {"tflops_per_gpu": {"value": -1}}}, "no speed over 0"),
         (STEP | {"precision": "mxfp8"}, "no rate of products in mxfp8"),
@@ -75,6 +72,7 @@ def test_software_differs_in_what_a_row_leaves_open():
     assert profiles == ["h100-fa2", "h100-cudnn", "h100-cudnn-2025"]
     exposed = predicted(software={"tp_comm_overlap": False})
     assert exposed["predicted"] < predicted()["predicted"] < predicted(source=newer)["predicted"]
+    assert predicted(software={"per_drain": 8})["predicted"] < predicted()["predicted"]  # a bubble for every eight
     assert predicted(precision="bf16")["kinds"] == ["bf16 dense"] and predicted()["kinds"] == ["FP8 dense"]
 
 

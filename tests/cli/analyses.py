@@ -76,3 +76,9 @@ def analyse(tmp_path, *words):
 
 def refused(capsys, words, message):
     assert re.search(message, refusal(capsys, "analyze", *words.split()))
+
+
+def printed(arguments):
+    """The block of a log in which Megatron prints its arguments."""
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
+    return "\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 20}\n"])

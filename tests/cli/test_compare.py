@@ -13,6 +13,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megatron_wlb.cli import compare
 from megatron_wlb.cli.main import main
+from tests.cli.analyses import printed
 from tests.cli.commands import refusal
 from tests.jobs import job
 
@@ -41,19 +42,12 @@ def write(path, entries):
     return path
 
 
-def text_log(path, seconds, losses=LOSSES, interval=1, more="", prefix=""):
+def text_log(path, seconds, interval=1, prefix="", **more):
     """A log as Megatron 0.19 prints it: its first line of a start is cleared only with the second."""
-    arguments = {"num_layers": 4, "world_size": GPUS, "seq_length": WINDOW}
-    block = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
-    lines = [
-        "-" * 24 + " arguments " + "-" * 24,
-        *block,
-        *more.splitlines(),
-        "-" * 20 + " end of arguments " + "-" * 21,
-    ]
+    lines = printed({"num_layers": 4, "world_size": GPUS, "seq_length": WINDOW} | more).splitlines()
     for last in sorted({1, *range(interval, len(seconds) + 1, interval)}):
         begin = max(0, last - interval) if last > max(2, interval) else 0
-        ms, loss = 1e3 * np.mean(seconds[begin:last]), np.mean(losses[begin:last])
+        ms, loss = 1e3 * np.mean(seconds[begin:last]), np.mean(LOSSES[begin:last])
         lines.append(
             f"{prefix} [2026-11-20 10:00:00.000000] iteration {last:8d}/{STEPS:8d} | "
             f"consumed samples: {WINDOWS * last:12d} | elapsed time per iteration (ms): {ms:.1f} | "
@@ -150,10 +144,8 @@ def test_where_losses_part_is_told(tmp_path, capsys):
     losses[49] *= 1.05
     found = compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", FAST, losses))
     assert found["losses_part_at"] == 30 and found["loss_difference"] == pytest.approx(0.0605)
-    assert (
-        "Losses part at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
-        in capsys.readouterr().out
-    )
+    said = "Losses part at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
+    assert said in capsys.readouterr().out
 
 
 def test_the_first_steps_of_every_start_are_left_out(tmp_path):
@@ -218,10 +210,7 @@ GOOD = entry()
         (["hello"], "LOG has no arguments as Megatron prints them"),
         ([], "LOG has no arguments as Megatron prints them"),
         ([GOOD] * 2, "LOG has 0 steps to compare; give longer logs, or a smaller --skip"),
-        (
-            [GOOD, json.dumps(GOOD)[:20]],
-            "LOG, line 2: JSON is malformed: invalid character (byte 20); give the file that --wlb-log named",
-        ),
+        ([GOOD, json.dumps(GOOD)[:20]], "LOG, line 2: JSON is malformed: invalid character (byte 20); give the file"),
         ([json.dumps(GOOD)[:-1] + ', "new": ' + "[" * 100_000], "line 1: "),
         ([{"step": 1, "work": [3]}], "line 1: Object missing required field `step_ms`"),
         ([GOOD | {"step_ms": -1}], "line 1: Expected `float` > 0.0 - at `$.step_ms`"),
@@ -253,7 +242,7 @@ def test_logs_without_times_are_refused(tmp_path, capsys):
 
 
 def test_padded_windows_are_not_compared_with_tokens(tmp_path, capsys):
-    padded = text_log(tmp_path / "a", SLOW, more="  sft ............................................. True")
+    padded = text_log(tmp_path / "a", SLOW, sft=True)
     said = refusal(capsys, "compare", str(padded), str(step_log(tmp_path / "b", FAST)))
     assert "a does not say how many tokens its steps trained, as" in said
     compared(tmp_path, padded, board(tmp_path / "board", SLOW, sft=True))

@@ -13,6 +13,7 @@ from megatron_wlb.cli.data import data_of
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from tests.adapter.datasets import write_lengths
 from tests.cli.analyses import MODEL, described, run
+from tests.limits import limited
 
 WINDOW, SAMPLES = 128, 70
 TOKENIZER = SimpleNamespace(eod=0, pad=1, vocab_size=9, unique_identifiers={})
@@ -36,9 +37,9 @@ def of_upstream(kind, folder, blend, split):
     return BlendedMegatronDatasetBuilder(kind, [SAMPLES, 0, 0], lambda: True, config).build()[0]
 
 
-def samples(*words, count=SAMPLES, whole=False):
+def samples(*words, whole=False):
     data = described(MODEL, f"--seq-length {WINDOW} --global-batch-size 2", *words).data
-    return data.samples(1234, WINDOW, count, whole)
+    return data.samples(1234, WINDOW, SAMPLES, whole)
 
 
 @pytest.mark.parametrize("split", ["1,0,0", "80,20,0"])
@@ -48,10 +49,8 @@ def test_a_blend_is_that_of_upstream(weights, split, prefixes, tmp_path):
     theirs = of_upstream(GPTDataset, tmp_path, (prefixes, weights), split)
     words = prefixes if weights is None else [w for pair in zip(weights, prefixes, strict=True) for w in pair]
     ours = samples("--split", split, "--data-path", *words)
-    assert [column.tolist() for column in ours.blend] == [
-        theirs.dataset_index.tolist(),
-        theirs.dataset_sample_index.tolist(),
-    ]
+    for column, upstream in zip(ours.blend, (theirs.dataset_index, theirs.dataset_sample_index), strict=True):
+        assert column.tolist() == upstream.tolist()
     for part, upstream in zip(ours.parts, theirs.datasets, strict=True):
         assert len(part) == len(upstream) and len(part.document_index) == len(upstream.document_index)
         assert sorted(part.document_index) == sorted(upstream.document_index - upstream.document_index.min())
@@ -84,12 +83,8 @@ def test_mock_data_are_those_of_upstream(tmp_path):
 
 
 def test_a_blend_may_have_more_datasets_than_files_may_be_open(prefixes):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
-    try:
+    with limited(resource.RLIMIT_NOFILE, 100):
         found = samples("--split 1 --data-path", *prefixes[:2] * 200)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(found.parts) == 400 and len(found.pieces(0, len(found)))
 
 

@@ -86,13 +86,9 @@ def test_a_gpu_chooses_profile_and_memory_and_what_proves_another_is_said_first(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (MODEL, "^no --seq-length; give the log of a run, its command behind --, or its flags"),
         ("--seq-length 64 --num-layers 2 --vocab-size 9", "no --hidden-size, --num-attention-heads: give the sizes"),
         (f"{JOB.split(' --vocab')[0]} --seq-length 64", "^the vocabulary is not known; give --vocab-size"),
-        (f"{JOB} --num-gpus 6 --tensor-model-parallel-size 4", "^6 GPUs are no multiple of .* 4 x 1 x 1 = 4"),
         (f"{JOB} --experimental-attention-variant dsa", "another attention cannot be simulated; give --approximate"),
-        (f"{JOB} --wlb-packing best", "--wlb-packing is 'best'; choose one of"),
-        (f"{JOB} --wlb-max-tokens 100", "--wlb-max-tokens 100 is under --seq-length 4096"),
         (f"{JOB} --wlb-memory-budget 0.001", r"micro-batches of at most \d+ tokens fit into memory"),
         (f"{JOB} --wlb-profile none.json", "no profile 'none.json'"),
         (f"{JOB} --data-path DATA --split 0,1", "--split 0,1: give shares"),

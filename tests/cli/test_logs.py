@@ -11,7 +11,7 @@ import pytest
 
 from megatron_wlb.cli import launch
 from megatron_wlb.cli.launch import BLOCK, read_log
-from tests.cli.analyses import described, run
+from tests.cli.analyses import described, printed, run
 
 FLAGS = {
     "dense": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16",
@@ -104,10 +104,7 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
         (begun, "ends within its arguments; give the log of a run, as Megatron wrote it, to the line that ends"),
         (second.replace("  world_size", "  x"), "its arguments lack num_layers or world_size; give the log"),
         (second.replace("  world_size", "  deepspeed ....... True\n  world_size"), "^DeepSpeed trains no GPT"),
-        (
-            second.replace("  world_size", "  is_hybrid_model ... True\n  world_size"),
-            "^pretrain_mamba.py of",
-        ),
+        (second.replace("  world_size", "  is_hybrid_model ... True\n  world_size"), "^pretrain_mamba.py of"),
     ):
         log.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -140,9 +137,7 @@ def test_a_log_is_read_as_people_send_it(pattern, instead, blocks, tmp_path):
 )
 def test_former_names_of_arguments_are_known(lines, expected, tmp_path):
     lines |= {"num_layers": 4, "world_size": 8, "model_parallel_size": 2, "batch_size": 4, "num_experts": [1]}
-    text = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in lines.items())
-    begin, end = ("-" * 20 + f" {what} " + "-" * 20 for what in ("arguments", "end of arguments"))
-    (tmp_path / "log").write_text(f"{begin}\n{text}{end}\n")
+    (tmp_path / "log").write_text(printed(lines))
     found = read_log(str(tmp_path / "log")).stated
     names = "recompute_granularity", "recompute_method", "recompute_num_layers"
     assert tuple(map(found.get, names)) == expected
@@ -189,10 +184,7 @@ def test_typed_flags_take_precedence(blocks, data, tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda path: path.mkdir(),
-            "is a folder, pipe or device; give the log of a run, as Megatron wrote it, or",
-        ),
+        (lambda path: path.mkdir(), "is a folder, pipe or device; give the log of a run, as Megatron wrote it, or"),
         (lambda path: path.write_bytes(bytes(9999)), "is binary"),
         (lambda path: path.write_bytes("a log".encode("utf-16")), "is UTF-16; give it as iconv"),
         (lambda path: path.write_bytes(b""), "has no arguments as Megatron prints them"),

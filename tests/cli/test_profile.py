@@ -23,7 +23,6 @@ SMALL = ["--device", "cpu", "--quick"]
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The file of a run on the CPU."""
-    pytest.importorskip("torch")
     path = tmp_path_factory.mktemp("profile") / "mine.json"
     assert main(["profile", *MODEL, "--swiglu", *SMALL, "--output", str(path)]) == 0
     return path
@@ -98,7 +97,7 @@ def test_what_it_writes_is_a_profile(written):
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu(tmp_path):
-    if not pytest.importorskip("torch").cuda.is_available():
+    if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     model = ["--hidden-size", "4096", "--num-attention-heads", "32", "--ffn-hidden-size", "11008", "--swiglu"]
     assert main(["profile", *model, "--quick", "--device", "cuda", "--output", str(tmp_path / "gpu.json")]) == 0

@@ -14,82 +14,50 @@ USUAL = {
     **{"context_parallel_size": 1, "global_batch_size": 8, "world_size": 4, "wlb_strict": False},
     **{"dataloader_type": None, "softmax_type": "vanilla"},
 }
-MOE, LATENT = {"num_experts": 4}, {"multi_latent_attention": True, "apply_rope_fusion": True}
-TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+MOE, TP2 = {"num_experts": 4}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+HYBRIDEP = MOE | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+ON, OFF = (False, True), (True, False)
 
 SET = [
-    (
-        {"micro_batch_size": 4},
-        {"micro_batch_size": 1, "global_batch_size": 8},
-        "micro-batch-size 1 instead of 4: a mic",
-    ),
-    ({"eval_micro_batch_size": 4}, {"eval_micro_batch_size": None}, "sets no --eval-micro-batch-size: a"),
-    ({"calculate_per_token_loss": False}, {"calculate_per_token_loss": True}, "--calculate-per-token-loss: targets"),
-    ({"ddp_average_in_collective": True}, {"ddp_average_in_collective": False}, "--ddp-average-in-collective: grad"),
-    ({"attention_dropout": 0.1}, {"attention_dropout": 0.0}, "--attention-dropout 0.0 instead of 0.1: packed"),
-    ({"dataloader_type": "cyclic"}, {"dataloader_type": "external"}, "--dataloader-type external instead of cyclic"),
-    ({"rampup_batch_size": ["2", "2", "9"]}, {"rampup_batch_size": None}, "sets no --rampup-batch-size: meg"),
-    (LATENT, {"apply_rope_fusion": False}, "--no-rope-fusion: the fused kernel"),
-    (
-        MOE | {"moe_token_dispatcher_type": "allgather"},
-        {"moe_token_dispatcher_type": "alltoall"},
-        "--moe-token-dispatcher-type alltoall instead of allgather: allgather needs",
-    ),
-    (
-        MOE
-        | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
-        | {"moe_hybridep_pad_uneven_dispatch_inputs": False},
-        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
-        "--moe-hybridep-pad-uneven-dispatch-inputs: hybridep",
-    ),
-    ({"tp_comm_overlap": True}, {"tp_comm_overlap": False}, "--tp-comm-overlap: there is nothing"),
-    ({"ckpt_format": "fsdp_dtensor"}, {"ckpt_format": "torch_dist"}, "--ckpt-format torch_dist instead of fsdp"),
+    ({"micro_batch_size": (4, 1)}, {}, "micro-batch-size 1 instead of 4: a mic"),
+    ({"eval_micro_batch_size": (4, None)}, {}, "sets no --eval-micro-batch-size: a"),
+    ({"calculate_per_token_loss": ON}, {}, "--calculate-per-token-loss: targets"),
+    ({"ddp_average_in_collective": OFF}, {}, "--ddp-average-in-collective: grad"),
+    ({"attention_dropout": (0.1, 0.0)}, {}, "--attention-dropout 0.0 instead of 0.1: packed"),
+    ({"dataloader_type": ("cyclic", "external")}, {}, "--dataloader-type external instead of cyclic"),
+    ({"rampup_batch_size": (["2", "2", "9"], None)}, {}, "sets no --rampup-batch-size: meg"),
+    ({"apply_rope_fusion": OFF}, {"multi_latent_attention": True}, "--no-rope-fusion: the fused kernel"),
+    ({"moe_token_dispatcher_type": ("allgather", "alltoall")}, MOE, "alltoall instead of allgather: allgather needs"),
+    ({"moe_hybridep_pad_uneven_dispatch_inputs": ON}, HYBRIDEP, "-pad-uneven-dispatch-inputs: hybridep"),
+    ({"tp_comm_overlap": OFF}, {}, "--tp-comm-overlap: there is nothing"),
+    ({"ckpt_format": ("fsdp_dtensor", "torch_dist")}, {}, "--ckpt-format torch_dist instead of fsdp"),
 ]
 PRICED = [
-    (
-        {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
-        {"cuda_graph_impl": "none", "cuda_graph_modules": []},
-        "--cuda-graph-impl local: .*; the host",
-    ),
-    ({"enable_cuda_graph": True}, {"enable_cuda_graph": False}, "--enable-cuda-graph: "),
-    (
-        {"moe_pad_expert_input_to_capacity": True},
-        {"moe_pad_expert_input_to_capacity": False},
-        "--moe-pad-expert-input-to-capacity: .* vary in length$",
-    ),
-    (TP2 | {"tp_comm_overlap": True, "use_transformer_engine_op_fuser": True}, {"tp_comm_overlap": False}, "hidden$"),
-    (
-        {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
-        {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
-        "--overlap-moe-expert-parallel-comm: .*hidden$",
-    ),
-    (
-        {"use_megatron_fsdp": True, "use_distributed_optimizer": False},
-        {"use_megatron_fsdp": False, "use_distributed_optimizer": True},
-        "--use-megatron-fsdp: .*; weights and gradients",
-    ),
-    (
-        {"use_torch_fsdp2": True, "use_distributed_optimizer": False},
-        {"use_torch_fsdp2": False, "use_distributed_optimizer": True},
-        "--use-torch-fsdp2: .*; weights and gradients",
-    ),
-    ({"fine_grained_activation_offloading": True}, {"fine_grained_activation_offloading": False}, "memory$"),
-    (TP2 | {"defer_embedding_wgrad_compute": True}, {"defer_embedding_wgrad_compute": False}, "last stage"),
-    ({"use_ring_exchange_p2p": True}, {"use_ring_exchange_p2p": False}, "ordinary sends"),
-    ({"cpu_offloading_retain_pinned_cpu_buffers": True}, {"cpu_offloading_retain_pinned_cpu_buffers": False}, "pinned"),
-    ({"log_max_attention_logit": True}, {"log_max_attention_logit": False}, "not logged"),
+    ({"cuda_graph_impl": ("local", "none"), "cuda_graph_modules": (["attn"], [])}, {}, "-impl local: .*; the host"),
+    ({"enable_cuda_graph": OFF}, {}, "--enable-cuda-graph: "),
+    ({"moe_pad_expert_input_to_capacity": OFF}, {}, "--moe-pad-expert-input-to-capacity: .* vary in length$"),
+    ({"tp_comm_overlap": OFF}, TP2 | {"use_transformer_engine_op_fuser": True}, "hidden$"),
+    ({"overlap_moe_expert_parallel_comm": OFF, "delay_wgrad_compute": OFF}, {}, "--overlap-moe-expert.*hidden$"),
+    ({"use_megatron_fsdp": OFF, "use_distributed_optimizer": ON}, {}, "--use-megatron-fsdp: .*; weights and gradients"),
+    ({"use_torch_fsdp2": OFF, "use_distributed_optimizer": ON}, {}, "--use-torch-fsdp2: .*; weights and gradients"),
+    ({"fine_grained_activation_offloading": OFF}, {}, "memory$"),
+    ({"defer_embedding_wgrad_compute": OFF}, TP2, "last stage"),
+    ({"use_ring_exchange_p2p": OFF}, {}, "ordinary sends"),
+    ({"cpu_offloading_retain_pinned_cpu_buffers": OFF}, {}, "pinned"),
+    ({"fp8_dot_product_attention": OFF}, {}, "not in FP8"),
+    ({"log_max_attention_logit": OFF}, {}, "not logged"),
 ]
-
+"""Arguments before and after, what is given beside them, and what is said; the latter ones cost something."""
 
 BEFORE = {
     f"wlb_{name}" for name in ("windows_per_micro_batch", "eval_windows_per_micro_batch", "per_token_loss", "sft")
 }
 
 
-@pytest.mark.parametrize(
-    ("given", "expected", "line", "priced"), [*((*e, False) for e in SET), *((*e, True) for e in PRICED)]
-)
-def test_one_change(given, expected, line, priced):
+@pytest.mark.parametrize(("changed", "beside", "line"), [*SET, *PRICED])
+def test_one_change(changed, beside, line):
+    priced = (changed, beside, line) in PRICED
+    given = beside | {name: before for name, (before, _) in changed.items()}
     args = Namespace(**USUAL | given)
     changes = adapt(args, given.keys() - {"attention_dropout"})
     said, none = (changes.priced, changes.set) if priced else (changes.set, changes.priced)
@@ -97,8 +65,8 @@ def test_one_change(given, expected, line, priced):
     lines = changes.lines()
     assert len(lines) == 2 and "but for: attention ends with the document" in lines[0]
     assert re.search(line, lines[1]) and lines[1].startswith(f"> wlb: {'without' if priced else 'sets'} ")
-    assert {name: getattr(args, name) for name in expected} == expected
-    assert vars(args).keys() - BEFORE == (USUAL | given).keys()
+    after = USUAL | beside | {name: value for name, (_, value) in changed.items()}
+    assert {name: value for name, value in vars(args).items() if name not in BEFORE} == after
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
     check(args)
     assert len(adapt(args, given).lines()) == 1  # nothing is left to change
@@ -111,9 +79,8 @@ def test_what_needs_no_change():
     for given in ({}, {"reset_attention_mask": True}, MOE | {"moe_token_dispatcher_type": "alltoall"}):
         args = Namespace(**USUAL | given | {"wlb_strict": True})
         assert len(adapt(args, given).lines()) == 1
-        assert {name: value for name, value in vars(args).items() if name not in BEFORE} == USUAL | given | {
-            "wlb_strict": True
-        }
+        kept = {name: value for name, value in vars(args).items() if name not in BEFORE}
+        assert kept == USUAL | given | {"wlb_strict": True}
 
 
 def test_dropout_that_was_asked_for_is_refused():
@@ -127,9 +94,8 @@ def test_the_global_batch_stays_where_it_follows_from_the_micro_batch():
     args = Namespace(**USUAL | {"micro_batch_size": 3, "global_batch_size": None, "context_parallel_size": 2})
     adapt(args, ())
     assert (args.micro_batch_size, args.global_batch_size) == (1, 6)
-    args = Namespace(
-        **vars(args) | {"micro_batch_size": 3, "global_batch_size": None, "step_batch_size_schedule": "0:6"}
-    )
+    scheduled = {"micro_batch_size": 3, "global_batch_size": None, "step_batch_size_schedule": "0:6"}
+    args = Namespace(**vars(args) | scheduled)
     adapt(args, ())
     assert (args.micro_batch_size, args.global_batch_size) == (1, 6)  # of which upstream's learning rate decays
 

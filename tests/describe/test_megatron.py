@@ -110,6 +110,16 @@ def test_layouts(stated, expected):
         ({"recompute_granularity": "x" * 99}, r"^--recompute-granularity is x{37}\.\.\.; choose one of full, selec"),
         ({"overlap_p2p_comm": "maybe"}, "^--no-overlap-p2p-communication maybe: Expected `bool`"),
         ({"cpu_offloading_num_layers": 8, "pipeline_model_parallel_size": 2}, "neither with pipeline stages"),
+        ({"window_size": "64"}, "--window-size is 64; give LEFT,0"),
+        ({"window_size": (1 << 27, 0)}, "LEFT from -1 .no window. to 67108864"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": "0"}, "--window-attn-skip-freq is 0; give N"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": "[1]*x"}, r"--window-attn-skip-freq is \[1\]\*x"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": "[2]*12"}, r"--window-attn-skip-freq is \[2\]\*12"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": [1, 0]}, r"is \[1, 0\]; .* for each of 12 layers"),
+        ({"hybrid_layer_pattern": "M*D"}, "has D; its cost is not known"),
+        ({"hybrid_layer_pattern": "M*M*-/M"}, "has /; its cost is not known"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "--linear-attention-freq is ; give N"),
+        ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
     ],
 )  # fmt: skip
 def test_contradictions(stated, message):
@@ -222,26 +232,6 @@ def test_the_crossover_of_linear_layers_is_that_of_published_shapes(name):
     assert model.attention_layers == {"M": 4, "G": 12}[kinds[0]]
     if model.hybrid:
         assert parallel_of(a).split.layers(model.num_layers, 2, 1).ravel().tolist() == [24, 28]
-
-
-@pytest.mark.parametrize(
-    ("stated", "message"),
-    [
-        ({"window_size": "64"}, "--window-size is 64; give LEFT,0"),
-        ({"window_size": (1 << 27, 0)}, "LEFT from -1 .no window. to 67108864"),
-        ({"window_size": (64, 0), "window_attn_skip_freq": "0"}, "--window-attn-skip-freq is 0; give N"),
-        ({"window_size": (64, 0), "window_attn_skip_freq": "[1]*x"}, r"--window-attn-skip-freq is \[1\]\*x"),
-        ({"window_size": (64, 0), "window_attn_skip_freq": "[2]*12"}, r"--window-attn-skip-freq is \[2\]\*12"),
-        ({"window_size": (64, 0), "window_attn_skip_freq": [1, 0]}, r"is \[1, 0\]; .* for each of 12 layers"),
-        ({"hybrid_layer_pattern": "M*D"}, "has D; its cost is not known"),
-        ({"hybrid_layer_pattern": "M*M*-/M"}, "has /; its cost is not known"),
-        ({"experimental_attention_variant": "gated_delta_net"}, "--linear-attention-freq is ; give N"),
-        ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
-    ],
-)
-def test_layers_without_a_meaning_or_a_cost_are_refused(stated, message):
-    with pytest.raises(ValueError, match=message):
-        model_of(MegatronArguments.of(JOB | stated))
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,7 @@ def test_refused_if_given_at_all():
         ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope is not supported; give rope, yarn"),
         ({"position_embedding_type": "relative"}, "--position-embedding-type relative is not supported"),
         ({"transformer_impl": "local", "layernorm_zero_centered_gamma": True}, "leave one of them out"),
-        (
-            {"experimental_attention_variant": "dsa"},
-            "-variant dsa is not supported; give gated_delta_net",
-        ),
+        ({"experimental_attention_variant": "dsa"}, "-variant dsa is not supported; give gated_delta_net"),
         (LINEAR | {"linear_num_key_heads": 6, "context_parallel_size": 4}, "--linear-num-key-heads .*give fewer ranks"),
         (LINEAR | {"context_parallel_size": 32}, "--linear-num-key-heads .*give fewer ranks"),
         (LINEAR | {"linear_cp_mode": "chunkwise"}, "--linear-cp-mode chunkwise .*give headwise"),
@@ -78,10 +75,7 @@ def test_refused_if_given_at_all():
         ({"hybrid_layer_pattern": "M+-"}, r"--hybrid-layer-pattern M\+- has latent .*give one of M, G"),
         ({"hybrid_layer_pattern": "M*-/*"}, "or MTP layers .*give one of M, G"),
         ({"hybrid_layer_pattern": "M*"} | LATENT, "--multi-latent-attention has not been tried; leave one"),
-        (
-            {"hybrid_layer_pattern": "M*", "use_mamba_mem_eff_path": False},
-            "--disable-mamba-mem-eff-path .*leave it",
-        ),
+        ({"hybrid_layer_pattern": "M*", "use_mamba_mem_eff_path": False}, "--disable-mamba-mem-eff-path .*leave it"),
         ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
         ({"save": "msc://bucket/run", "wlb_packing": "paper"}, "to object storage are not supported with delay"),
         ({"load": "msc://bucket/run", "wlb_packing": "adaptive:20"}, "to object storage are not supported with delay"),

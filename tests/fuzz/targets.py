@@ -23,7 +23,7 @@ from megatron_wlb.plan import state
 from megatron_wlb.plan.dataset import check_index, doubts, read_index, read_lengths
 from megatron_wlb.plan.packer import Packer
 from rehearsal.__main__ import task_of
-from rehearsal.allowed import FREE, of_log
+from rehearsal.allowed import of_log
 from tests import jobs
 from tests.jobs import job
 
@@ -137,6 +137,13 @@ def _log(data: bytes, folder: Path) -> None:
     require(job.parallel.num_gpus == run.arguments.world_size, "so has its job")
 
 
+PARSED = """data_path train_data_path data_args_path per_split_data_args_path split cp_comm_type offload_modules
+pipeline_model_parallel_layout recompute_modules wlb_packing wlb_cp_sharding wlb_save_gathered_kv wlb_cp_gradients
+wlb_micro_batches wlb_max_tokens wlb_memory_budget wlb_documents wlb_strict wlb_digest wlb_sft_skip
+wlb_mock_lengths""".split()
+"""Arguments of a log that may be any text."""
+
+
 @functools.cache
 def _upstreams() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
@@ -154,8 +161,8 @@ def _rehearsal(data: bytes, folder: Path) -> None:
     chosen = {name for action in parser._actions for name in (action.choices or ())}
     for name, value in taken.items():
         words = [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, str)]
-        parsed = name in FREE or (name.startswith("wlb_") and name != "wlb_log")
-        require(parsed or chosen.issuperset(words), f"{name} {value!r} is taken")
+        choices = profile.shipped_profiles() if name == "wlb_profile" else chosen
+        require(name in PARSED or set(words) <= {*choices}, f"{name} {value!r} is taken")
 
 
 TARGETS = {

@@ -53,16 +53,10 @@ def pack(policy, rows, *, step=0, exhausted=False):
     return policy.pack(step, Feed(rows, exhausted=exhausted))
 
 
-def windows(packing, num_micro_batches=2, context_length=10, crossover_tokens=5):
+def windows(packing, num_micro_batches=2, context_length=10):
     """A policy of fixed length."""
-    return packing.policy(
-        job(
-            num_micro_batches=num_micro_batches,
-            context_length=context_length,
-            max_tokens=context_length,
-            crossover_tokens=crossover_tokens,
-        )
-    )
+    sizes = {"context_length": context_length, "max_tokens": context_length, "crossover_tokens": 5}
+    return packing.policy(job(num_micro_batches=num_micro_batches, **sizes))
 
 
 def packed(packing):

@@ -14,18 +14,12 @@ from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking, assi
 from megatron_wlb.plan.packer import Packer
 from tests.jobs import job, samples
 from tests.jobs import packer as make
-from tests.packing.steps import documents, fixed, pack, packed, steps_of, tokens
+from tests.packing.steps import documents, pack, packed, steps_of, tokens
 
 
 def wlb(num_micro_batches, max_tokens, thresholds=(), crossover_tokens=10):
-    return WlbPacking(outlier_thresholds=thresholds).policy(
-        job(
-            num_micro_batches=num_micro_batches,
-            context_length=max_tokens,
-            max_tokens=max_tokens,
-            crossover_tokens=crossover_tokens,
-        )
-    )
+    sizes = {"context_length": max_tokens, "max_tokens": max_tokens, "crossover_tokens": crossover_tokens}
+    return WlbPacking(outlier_thresholds=thresholds).policy(job(num_micro_batches=num_micro_batches, **sizes))
 
 
 def pieces(packing):
@@ -142,36 +136,6 @@ def test_original_by_hand():
         [[(0, 0, 4), (4, 0, 6)], [(10, 6, 3), (13, 0, 7)]],
         [[(20, 7, 3), (23, 0, 7)], []],  # the data ends
     ]
-
-
-def test_fixed_by_hand():
-    policy = fixed()
-    # Four windows of 10: 10, 7, 6 and 5 open them (100, 49, 36, 25); 4 joins the 5 (41), the next 4 only fits with the
-    # 6 (52), 3 with the 7 (58), 1 with the 5 (42). Sorted by work: 100, 58 | 52, 42.
-    assert packed(pack(policy, documents([5, 10, 4, 7, 4, 6, 1, 3, 9]))) == [[1], [3, 7]]
-    assert waiting(policy) == {"carry": [8], "planned0": [5, 4], "planned1": [0, 2, 6]}
-    assert packed(pack(policy, documents([]))) == [[5, 4], [0, 2, 6]]
-    assert waiting(policy) == {"carry": [8]}
-
-
-def test_fixed_cuts_what_fits_nowhere_and_runs_its_pieces_in_order():
-    policy = fixed()
-    # 8, 8, 7, 7 leave room for 2, 2, 3, 3. Document 4 takes the 3 of the third window; what is left of it fits into
-    # the fourth, with less work than the first two. Document 5 fills the first two windows, then the fourth.
-    # Document 6 would begin beyond the four windows.
-    first = pack(policy, documents([8, 8, 7, 7, 5, 5, 3]))
-    assert pieces(first) == [[(0, 0, 8), (5, 0, 2)], [(1, 0, 8), (5, 2, 2)]]
-    second = pack(policy, documents([]))
-    assert pieces(second) == [[(2, 0, 7), (4, 0, 3)], [(3, 0, 7), (4, 3, 2), (5, 4, 1)]]
-    assert waiting(policy) == {"carry": [6]}
-
-
-def test_fixed_spreads_the_last_documents():
-    policy = fixed(global_batches=4)
-    assert packed(pack(policy, documents([9, 4, 4, 4]), exhausted=True)) == [[0], [1]]
-    assert packed(pack(policy, documents([]), exhausted=True)) == [[2], [3]]
-    assert waiting(policy) == {"carry": []}
-    assert packed(pack(policy, documents([]), exhausted=True)) == [[], []]
 
 
 @pytest.mark.parametrize("name", ["original", "fixed", "wlb", "adaptive"])

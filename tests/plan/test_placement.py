@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fixed import FixedPacking
 from megatron_wlb import _native
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
 from megatron_wlb.plan import placement as plan_placement
 from megatron_wlb.plan.placement import order, paces, place, rank_cost
-from megatron_wlb.plan.step import plan_step
-from tests.jobs import job, packer
+from tests.jobs import job
 from tests.reference import pipeline, placement
 
 LARGEST = 2**63 - 1
@@ -202,22 +200,3 @@ def test_many_are_placed_as_by_the_reference(total, dp, pp, vpp, spread):
     both(order, work[both(place, work, given)[0]], given)
     large = work * (LARGEST // (3 * pp * vpp * total) // work.max())
     both(order, large[both(place, large, given)[-1]], given)
-
-
-def test_a_step_runs_its_micro_batches_as_they_are_placed_and_ordered():
-    given = job(num_micro_batches=16, context_length=1000, dp=2, pp=4, packing=FixedPacking())
-    lengths = np.random.default_rng(3).integers(10, 900, 600)
-
-    def step_of(rank):
-        return plan_step(packer(given, lengths), given, rank)
-
-    steps = [step_of(0), step_of(1)]
-    assert steps[0].digest == steps[1].digest
-    moved = False
-    for step, row in zip(steps, place(steps[0].work, given), strict=True):
-        expected = row[order(step.work[row], given)]
-        moved |= (expected != row).any()
-        assert [m.documents.tolist() for m in step.micro_batches] == [
-            step.batch.micro_batch(i).tolist() for i in expected
-        ]
-    assert moved

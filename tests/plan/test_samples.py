@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.datasets import helpers_cpp as helpers
 
 from megatron_wlb.plan.samples import Rows, Samples, Windows, blended, windows
 from tests.jobs import samples
 
 LENGTHS = st.lists(st.integers(0, 3) | st.integers(0, 40), min_size=1, max_size=12)
-FIELDS = ["index", "dataset", "document", "offset", "length", "arrival"]
 
 
 class Stream:
@@ -98,7 +98,6 @@ def test_windows_have_every_token_of_their_epochs_but_the_last_ones(lengths, con
 
 
 def test_windows_and_blends_are_cut_as_by_upstreams_helpers():
-    helpers = pytest.importorskip("megatron.core.datasets.helpers_cpp")
     lengths = np.random.default_rng(0).lognormal(3, 1, 300).astype(np.int32)
     made = windows(lengths, 64, num_samples=200)
     epochs = len(made.document_index) // len(lengths)

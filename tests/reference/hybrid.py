@@ -1,4 +1,4 @@
-"""Hybrid sharding, as csrc/hybrid.cpp has it: every document on as few ranks as balance needs: 1, 2, 4, ... up to all.
+"""Hybrid sharding, as csrc/hybrid.h has it: every document on as few ranks as balance needs: 1, 2, 4, ... up to all.
 
 The fewer ranks share a document, the fewer of its keys travel, and the fewer of its tiles are half empty. The paper
 names a hybrid of its two shardings as future work (section 8). Documents come longest first, and each takes the ranks

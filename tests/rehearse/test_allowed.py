@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.flags import add_wlb_arguments
@@ -16,6 +17,7 @@ from megatron_wlb.job import Parallel
 from rehearsal import build
 from rehearsal.allowed import of_log
 from rehearsal.run import chosen, matched
+from tests.cli.analyses import printed
 
 HOSTILE = {
     **{"spec": ["evil", "x"], "record_memory_history": True, "memory_snapshot_path": "victim", "wlb_log": "victim"},
@@ -46,9 +48,8 @@ def test_a_log_sets_known_arguments_and_none_that_names_a_file_a_module_or_an_ad
     of_tp = {"tensor_model_parallel_size": 2, "tensor_parallel_num_weight_shards": 2}
     assert of_log(of_tp | {"start_weight_decay": 0.1}, options, parser) == ({"tensor_model_parallel_size": 2}, [])
     assert of_log(vars(options) | {"world_size": 4, "of_no_release": 3}, options, parser) == ({}, [])
-    taken, left_out = of_log(
-        {"attention_backend": "AttnBackend.flash", "exp_avg_dtype": "torch.bfloat16"}, options, parser
-    )
+    by_name = {"attention_backend": "AttnBackend.flash", "exp_avg_dtype": "torch.bfloat16"}
+    taken, left_out = of_log(by_name, options, parser)
     assert (taken["attention_backend"].name, taken["exp_avg_dtype"], left_out) == ("flash", "bf16", [])
 
 
@@ -98,9 +99,7 @@ def test_what_is_built_lies_where_nobody_else_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert build._cache() == folder and folder.stat().st_mode & 0o777 == 0o700
     folder.parent.chmod(0o777)
-    with pytest.raises(
-        ValueError, match=f"all may write in {folder.parent}, and what lies in {folder} would run; give"
-    ):
+    with pytest.raises(ValueError, match=f"all may write in {folder.parent}, and what lies in {folder} would run;"):
         build._cache()
     folder.parent.chmod(0o1777)  # as /tmp is
     build._cache()
@@ -113,16 +112,13 @@ def test_what_is_built_lies_where_nobody_else_writes(tmp_path, monkeypatch):
             build._cache()
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home")))
-    with pytest.raises(
-        ValueError, match=r"no folder for the stand-in for CUDA \(Could not determine home\); give a fol"
-    ):
+    with pytest.raises(ValueError, match=r"no folder for the stand-in for CUDA \(Could not determine home\); give"):
         build._cache()
 
 
 def test_of_two_first_rehearsals_the_slower_takes_what_the_faster_built(tmp_path, monkeypatch):
-    pytest.importorskip("torch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_torch", lambda: Path(sys.modules["torch"].__file__).parent)
+    monkeypatch.setattr(build, "_torch", lambda: Path(torch.__file__).parent)
     (tmp_path / "nccl.h").write_text("#define NCCL_VERSION_CODE 22800")
     monkeypatch.setattr(build, "_include", lambda header: tmp_path)
     monkeypatch.setattr(build, "_run", lambda *command: "")
@@ -156,21 +152,11 @@ def test_stages_may_be_numbered_before_data_parallel_ranks():
 
 def test_conversations_of_a_log_are_not_read(tmp_path, capsys):
     """Nor is a tokenizer fetched; both are if the user gives them."""
-    stated = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "world_size": 1,
-        "seq_length": 64,
-        "sft": True,
-    }
-    stated |= {"data_path": "['chats.jsonl']", "tokenizer_model": "some/one", "tokenizer_type": "SFTTokenizer"}
-    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in stated.items()]
+    stated = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "world_size": 1, "seq_length": 64}
+    stated |= {"tokenizer_type": "SFTTokenizer", "tokenizer_model": "some/one", "data_path": "['chats.jsonl']"}
+    stated["sft"] = True
     log = tmp_path / "log"
-    log.write_text("\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 20}"]))
+    log.write_text(printed(stated))
     for words in ((), ("--data-path", "chats.jsonl"), ("--tokenizer-model", "here")):
         assert main(["analyze", str(log), "--vocab-size", "9", *words]) == 2
-        assert (
-            "neither reads conversations nor fetches a tokenizer; give --data-path and --token"
-            in capsys.readouterr().err
-        )
+        assert "neither reads conversations nor fetches a tokenizer; give --data" in capsys.readouterr().err

@@ -69,8 +69,12 @@ class Function:
 
 def computed(a, cu_q, cu_k, begins, scale, left, causal, gradient=()):
     """Out and log-sum-exps of entries with keys from `begins` on; with `gradient` (dout, and these) dq, dk and dv."""
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (cu_q, cu_k, begins))
     queries, keys = cu_q.diff(), cu_k.diff()
     assert int(queries.max()) <= a["max_seqlen_q"] and int(begins[-1]) == a["k"].shape[0] == a["v"].shape[0]
+    assert cu_q[0] == cu_k[0] == 0 <= begins[0]
+    if gradient:
+        assert a["deterministic"] is torch.are_deterministic_algorithms_enabled()
     used = queries > 0
     entries = list(zip(queries[used].tolist(), keys[used].tolist(), strict=True))
     rows = torch.cat([torch.arange(n) + begin for begin, (_, n) in zip(begins[:-1][used], entries, strict=True)])
@@ -102,7 +106,7 @@ def flash_attn_3():
             assert a[name].is_contiguous()
             a[name].copy_(gradient)
 
-    return {"fwd": lambda a: computed(*entries(a)), "bwd": backward}
+    return {"fwd": lambda a: (*computed(*entries(a)), None, None), "bwd": backward}
 
 
 def te(version):
@@ -123,7 +127,8 @@ def te(version):
         cu_q, cu_k, begins = (a[f"cu_seqlens_{name}"] for name in ("q", "kv", "kv_padded"))
         keys = cu_k.diff()
         assert torch.equal(cu_q, a["cu_seqlens_q_padded"]) and torch.equal(cu_q.diff() > 0, keys > 0)
-        assert len(keys) == 32 and int(keys.max()) <= a["max_seqlen_kv"], "not rounded up by empty entries at the end"
+        assert len(keys) == 32 and int(keys.max()) <= a["max_seqlen_kv"], "not rounded up by empty entries"
+        assert ((keys > 0).int().diff() <= 0).all(), "empty entries stand before others"
         assert bool((begins[:-1] + keys <= begins[1:]).all()), "keys of entries overlap"
         return a, cu_q, cu_k, begins, a["attn_scale"], left, causal
 

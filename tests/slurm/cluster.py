@@ -104,8 +104,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         with (self.folder / f"{name}-{len(self._daemons)}.out").open("wb") as out:
             self._daemons.append(subprocess.Popen([path, *options], env=env, stdout=out, stderr=out))
 
-    def _wait(self, ready: object, seconds: float = 600.0) -> None:
-        deadline = time.monotonic() + seconds
+    def _wait(self, ready: object) -> None:
+        deadline = time.monotonic() + 600
         while not ready():  # type: ignore[operator]
             died = [d.args for d in self._daemons if d.poll() is not None]
             if died or time.monotonic() > deadline:

@@ -126,10 +126,7 @@ def test_a_signal_requeues_two_nodes_at_any_moment(cluster, tmp_path, moment, re
         ({}, "scripts/slurm/node.sh"),
         ({}, "\nPYTHON=/nodes/python\n"),
         ({"CONTAINER_IMAGE": "image.sqsh"}, "\nPYTHON=python3\n"),
-        (
-            {"CONTAINER_IMAGE": "image.sqsh"},
-            " --container-env CUDA_DEVICE_MAX_CONNECTIONS bash /opt/megatron_wlb/scripts",
-        ),
+        ({"CONTAINER_IMAGE": "image.sqsh"}, " --container-env CUDA_DEVICE_MAX_CONNECTIONS bash /opt/megatron_wlb/"),
         ({}, f" {ROOT}/pretrain_gpt.py --data-path corpus --save "),
         ({}, " --distributed-backend gloo "),
         ({"CHECKOUT": "/checkout"}, " -m megatron_wlb.run /checkout/pretrain_gpt.py --data-path corpus --save "),
