@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from megatron_wlb.describe.arguments import flag_of
@@ -174,7 +174,7 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
     first = "wlb_per_token_loss" not in vars(args)
     vars(args).update(before_wlb | vars(args))
     if first and getattr(args, "fp16", False) and not args.calculate_per_token_loss:
-        _lower_loss_scale(args)
+        changes.set.extend(_lower_loss_scale(args))
     if (size := args.micro_batch_size or 1) > 1:
         sizes = (getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "context", "pipeline_model"))
         each = size * max(1, args.world_size // math.prod(sizes))
@@ -203,12 +203,13 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
     return changes
 
 
-def _lower_loss_scale(args: Namespace) -> None:
-    """Divide the scales of fp16 by a step's tokens, a power of two: losses are summed over them, not averaged."""
+def _lower_loss_scale(args: Namespace) -> Iterator[str]:
+    """Divide the scales of fp16 by a step's tokens, a power of two; yields a line for each."""
     tokens = (args.global_batch_size or args.micro_batch_size or 1) * args.seq_length
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         if (scale := getattr(args, name, None)) is not None:
             setattr(args, name, scale / 2 ** round(math.log2(tokens)))
+            yield f"{_said(name, getattr(args, name), scale)}: losses are summed over a step's tokens, not averaged"
 
 
 def _said(name: str, value: Any, before: Any) -> str:

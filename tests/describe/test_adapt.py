@@ -103,8 +103,8 @@ def test_the_global_batch_stays_where_it_follows_from_the_micro_batch():
 def test_the_scale_of_fp16_is_of_a_mean_over_tokens():
     fp16 = {"fp16": True, "loss_scale": None, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0}
     args = Namespace(**USUAL | fp16 | {"global_batch_size": 12, "calculate_per_token_loss": False})
-    for _ in range(2):
-        adapt(args, ())
+    for lines in (2, 0):
+        assert len([line for line in adapt(args, ()).set if "summed over" in line]) == lines
         assert (args.loss_scale, args.initial_loss_scale, args.min_loss_scale) == (None, 2.0**18, 2.0**-14)
     args = Namespace(**USUAL | fp16)
     adapt(args, ())
