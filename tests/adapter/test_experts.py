@@ -22,6 +22,16 @@ def micro_batches():
         yield scores * ~padding[:, None], chosen & ~padding[:, None], padding
 
 
+def test_a_micro_batch_of_padding_alone_has_no_balancing_loss():
+    with experts.installed(lambda: 1.0):
+        none = torch.zeros(EXPERTS)
+        given = {"topk": TOPK, "num_experts": EXPERTS, "moe_aux_loss_coeff": COEFF, "fused": True}
+        loss = router.switch_load_balancing_loss_func(
+            probs=torch.zeros(3, EXPERTS), tokens_per_expert=none, total_num_tokens=none.sum(), **given
+        )
+    assert loss == 0
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_balancing_losses_take_shares_of_all_tokens(ahead, monkeypatch):
     """`global_aux_loss` adds up the choices of micro-batches so far, `ahead`; `aux_loss` takes those of its own."""

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_wlb.adapter import plans
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.describe.refusals import REFUSED
+from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan import state
 from tests.adapter import training
 from tests.adapter.training import (
@@ -33,6 +35,7 @@ from tests.adapter.training import (
     full,
     train,
 )
+from tests.jobs import job, packer
 
 NON_PERSISTENT = "--non-persistent-save-interval 2 --non-persistent-ckpt-type global --save-interval 9"
 EXACT = ("step", "plan", "loss", "tokens", "imbalance", "imbalance_original", "delays_tokens", "work")
@@ -115,6 +118,17 @@ def test_delay_loses_no_document_when_layout_and_batch_size_change(packing, data
     waits = Counter(waiting["length"].tolist())
     assert trained + waits == Counter(length for e in samples for length in e["lengths"][0])
     assert any(e["delay_max_steps"] > 0 for e in entries(log))
+
+
+def test_what_waited_in_other_data_is_refused(tmp_path):
+    described, lengths = job(packing=AdaptivePacking(max_delay_steps=20)), np.full(300, 90)
+    packs = packer(described, lengths)
+    for _ in range(3):
+        packs.next()
+    state.save(state_path(str(tmp_path), 3), packs.state(), described, 40, 7)
+    assert plans._load(packer(described, lengths), str(tmp_path), 3, 40, 7)
+    with pytest.raises(ValueError, match="are of other data, another order or other epochs; give the data"):
+        plans._load(packer(described, lengths), str(tmp_path), 3, 40, 8)
 
 
 def test_the_latest_checkpoint_is_noted_at_once(dataset, tmp_path, monkeypatch):

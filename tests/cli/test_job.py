@@ -66,6 +66,33 @@ def test_memory_bounds_micro_batches():
         assert any(re.search(why, said) for said in (*unknown.notes, *unknown.judged.remarks))
 
 
+def test_a_step_is_the_last_of_a_schedule():
+    command = "-- torchrun pretrain_gpt.py", JOB.replace("--global-batch-size", "--seed"), "--step-batch-size-schedule"
+    found = run(*command, "'0:4 100B:512'")
+    assert found.arguments.global_batch_size == 512
+    assert any("at the end of --step-batch-size-schedule 0:4 100B:512" in note for note in found.notes)
+    with pytest.raises(ValueError, match="--step-batch-size-schedule is 512; give it as '0:512 100B:1024'"):
+        run(*command, "512")
+
+
+def test_known_models_keep_their_sizes_in_other_layouts():
+    experts = run("--model deepseek-v3 --seq-length 4096 --num-experts 256 --expert-model-parallel-size 8 --num-gpus 8")
+    assert (experts.job().model.moe_router_topk, experts.job().model.ffn_hidden_size) == (8, 9 * 2048)
+    stages = (
+        "--model llama2-7b --seq-length 4096 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"
+    )
+    assert run(stages).job().parallel.vpp == 4
+
+
+def test_tied_embeddings_count_once_on_one_stage():
+    """In bf16 with an optimizer in fp32: 18 bytes a weight."""
+    words = "-- torchrun pretrain_gpt.py", JOB, "--vocab-size 1280 --make-vocab-size-divisible-by 1"
+    tied, untied = (run(*words, flag) for flag in ("", "--untie-embeddings-and-output-weights"))
+    assert (
+        tied.budget_bytes(tied.job()) - untied.budget_bytes(untied.job()) == 18 * 1280 * untied.job().model.hidden_size
+    )
+
+
 def test_a_gpu_chooses_profile_and_memory_and_what_proves_another_is_said_first():
     def found(*words):
         of_run = run(JOB, *words)

@@ -118,6 +118,11 @@ def test_the_peak_adds_up():
     assert at(0, recompute=full) == 4096 * (8 * (12 * 2 * 12288 + rotary) + kept + more)
     uniform = replace(full, method="uniform", num_layers=4)
     assert at(0, recompute=uniform) == 4096 * (8 * (3 * 2 * 12288 + rotary) + 4 * kept + more)
+    assert at(0, recompute=replace(uniform, num_layers=12)) == at(0, recompute=replace(uniform, num_layers=99))
+    seven = at(
+        0, recompute=replace(uniform, num_layers=7)
+    )  # an input of seven layers, and one of the five that are left
+    assert seven == 4096 * (8 * (2 * 2 * 12288 + rotary) + 7 * kept + more)
 
 
 @pytest.mark.parametrize(
