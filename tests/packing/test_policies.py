@@ -14,7 +14,7 @@ from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking, assi
 from megatron_wlb.plan.packer import Packer
 from tests.jobs import job, samples
 from tests.jobs import packer as make
-from tests.packing.steps import documents, pack, packed, steps_of, tokens
+from tests.packing.steps import documents, fixed, pack, packed, steps_of, tokens
 
 
 def wlb(num_micro_batches, max_tokens, thresholds=(), crossover_tokens=10):
@@ -136,6 +136,14 @@ def test_original_by_hand():
         [[(0, 0, 4), (4, 0, 6)], [(10, 6, 3), (13, 0, 7)]],
         [[(20, 7, 3), (23, 0, 7)], []],  # the data ends
     ]
+
+
+def test_fixed_spreads_the_last_documents():
+    policy = fixed(global_batches=4)
+    assert packed(pack(policy, documents([9, 4, 4, 4]), exhausted=True)) == [[0], [1]]
+    assert packed(pack(policy, documents([]), exhausted=True)) == [[2], [3]]
+    assert waiting(policy) == {"carry": []}
+    assert packed(pack(policy, documents([]), exhausted=True)) == [[], []]
 
 
 @pytest.mark.parametrize("name", ["original", "fixed", "wlb", "adaptive"])
