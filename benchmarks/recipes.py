@@ -199,7 +199,7 @@ def main() -> None:
     own = found["accepted_where_theirs_is_supported"]
     goals = [
         results.at_least(
-            "share accepted of those whose Megatron is supported", own / found["theirs_is_supported"], 0.85
+            "share accepted of those whose Megatron is supported", own / max(1, found["theirs_is_supported"]), 0.85
         ),
         results.at_least("share of all accepted by a supported Megatron of their own", own / total, 0.85),
         results.at_least("share accepted with --wlb alone", found["accepted"] / total, 0.9),
