@@ -329,10 +329,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="run nothing, report over the logs that are there")
     args = parser.parse_args()
     scale = QUICK if args.quick else REPORT
-    folder = ROOT / "demo/convergence-quick" if args.quick else results.FOLDER / "convergence" / scale.name
+    usual = ROOT / "demo/convergence-quick" if args.quick else results.FOLDER / "convergence" / scale.name
+    folder = args.logs or usual
     if not args.report:
-        Runs(scale=scale, logs=args.logs or folder).run_all(args.seeds, args.variants, args.jobs)
-    convergence_report.report(args, convergence_report.read(args.logs or folder))
+        Runs(scale=scale, logs=folder).run_all(args.seeds, args.variants, args.jobs)
+    convergence_report.report(args, convergence_report.read(folder))
 
 
 if __name__ == "__main__":

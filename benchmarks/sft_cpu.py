@@ -7,7 +7,7 @@ last of them attends over. `--sft --wlb` trains the same lines in the same steps
 with a conversation a line, as most files have it, where nearly everything is padding (`settings.padding`), and with
 lines as full as whole conversations in file order make them. TransformerEngine's attention over several conversations
 runs on no CPU: upstream's windows are trained by this project's runtime, sharded by heads and tails of every
-conversation. Methods train step by step by turns.
+conversation. Methods train step by step by turns; a conversation a line, two steps.
 
 Lengths: one conversation in ten is long, log-uniform over the 8K to 64K tokens that LongAlign-10k's page gives as its
 range; the others stand for UltraChat's, log-normal with a median of 1,000. Neither histogram was published in text: the
@@ -50,7 +50,8 @@ SHORTER = 16
 LONG_SHARE, LONG, MEDIAN, SIGMA = 0.1, (8192, 65_536), 1000, 0.8
 WINDOWS = 4
 """Of a step, on two cores."""
-STEPS = 6
+STEPS, SINGLE_STEPS = 6, 2
+"""Of full lines, and of a conversation a line, which are nearly all padding."""
 CLOCKS = ("seconds", "computing")
 LAYOUTS = {"DP=2": "", "CP=2": "--context-parallel-size 2", "PP=2": "--pipeline-model-parallel-size 2"}
 AS_UPSTREAM = "--wlb-packing megatron --wlb-cp-sharding per-document"
@@ -119,7 +120,8 @@ def measured(folder: Path, size: Namespace) -> list[Row]:
         ]
         chats = write_chats(folder / f"{kind}.jsonl", rows)
         for layout, of_layout in LAYOUTS.items():
-            argv = arguments(chats, window, WINDOWS, 1 + size.steps, f"{flags} {of_layout}")
+            steps = size.steps if kind == FULL else SINGLE_STEPS
+            argv = arguments(chats, window, WINDOWS, 1 + steps, f"{flags} {of_layout}")
             methods = {
                 UPSTREAM: partial(train_padded, argv=[*argv, *AS_UPSTREAM.split()], first=1),
                 OURS: partial(train, argv=argv, first=1),

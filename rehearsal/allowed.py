@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron_wlb.cli.launch import usual
+from megatron_wlb.cli.launch import WEIGHT_SHARDS, usual
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, shipped_profiles
@@ -32,8 +32,6 @@ pipeline_model_parallel_layout recompute_modules wlb_packing""".split()
 _DERIVED = """async_strategy encoder_num_layers encoder_seq_length end_weight_decay inference_cuda_graph_scope
 mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype start_weight_decay""".split()
 """Arguments that upstream sets by others, which a log has where nobody gave them."""
-_WEIGHT_SHARDS = {"tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"}
-"""Of upstream's configurations, and refused with --wlb."""
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
 _CHANGES: dict[str, tuple[int | None, ...]] = {
     **dict.fromkeys(("os.truncate", "os.setxattr"), (None,)),
@@ -62,7 +60,7 @@ def of_log(
     upstream = (MLATransformerConfig, GPTModelConfig, OptimizerConfig, DistributedDataParallelConfig)
     settings = (PlanSettings, RunSettings, Sharding)  # which check their words themselves
     free = {f"wlb_{f.name}" for kind in settings for f in fields(kind)} - {"wlb_log", "wlb_profile"} | {*FREE}
-    known = {f.name for kind in (MegatronArguments, *upstream) for f in fields(kind)} - _WEIGHT_SHARDS
+    known = {f.name for kind in (MegatronArguments, *upstream) for f in fields(kind)} - {*WEIGHT_SHARDS}
     known |= free | {*HARMLESS, "wlb_profile"}
     choices: dict[str, dict[str, Any]] = {}
     for action in parser._actions:

@@ -69,7 +69,8 @@ _FORMER = {
     "hybrid_override_pattern": "hybrid_layer_pattern",
 }
 """Former arguments of Megatron, and their names since."""
-_WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
+WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
+"""Arguments that --wlb refuses, and that a log shows where nobody gave them, see `usual`."""
 _OTHER_MODELS = {
     "is_hybrid_model": "pretrain_mamba.py of a former release",
     "deepspeed": "DeepSpeed",
@@ -185,7 +186,7 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     if launched.is_log:
         judged = {name: value for name, value in judged.items() if name not in usual(stated)}
     refused = [name for name, value in judged.items() if refuses(name, value, has_experts=has_experts)]
-    strange = [name for name, usual in _MATTER.items() if name in judged and _alone(judged[name]) not in usual]
+    strange = [name for name, timed in _MATTER.items() if name in judged and _alone(judged[name]) not in timed]
     off = [name for name, value in judged.items() if switches_off(name, value)]
     read = MegatronArguments.__dataclass_fields__
     known = {*refused, *off, *strange, *_MATTER, *_READ, *NOT_SIMULATED, *read}
@@ -210,7 +211,7 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
 def usual(stated: Mapping[str, Any]) -> set[str]:
     """Return the arguments that a log shows as TP and ETP because they were not given."""
     shards = {stated.get("tensor_model_parallel_size", 1), stated.get("expert_tensor_parallel_size") or 1}
-    return {name for name in _WEIGHT_SHARDS if stated.get(name) in shards}
+    return {name for name in WEIGHT_SHARDS if stated.get(name) in shards}
 
 
 def _refuse_misspelt(names: Sequence[str]) -> None:

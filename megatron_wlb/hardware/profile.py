@@ -242,10 +242,10 @@ def gpu_of(device: str) -> str | None:
     return found[1] if found else None
 
 
-def alike(*devices: str | None) -> bool:
+def alike(one: str | None, other: str | None) -> bool:
     """Whether two names, as torch has them, may be of one kind of device; None is unknown."""
-    one, other = (name and (gpu_of(name) or name) for name in devices)
-    return None in (one, other) or one == other
+    kinds = {name and (gpu_of(name) or name) for name in (one, other)}
+    return None in kinds or len(kinds) == 1
 
 
 def generations(gpu: str | None) -> list[str]:

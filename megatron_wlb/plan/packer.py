@@ -40,7 +40,8 @@ class Packer:
     """Packs step after step; a policy draws what it needs from the samples.
 
     The samples of step t are N from `first_sample` on, as in Megatron. If all documents of a step would wait, it draws
-    the next N as well. Raises ValueError if the samples and the job have different windows.
+    the next N as well. Raises ValueError if the samples and the job have different windows, and, where none may wait,
+    for a step without a document: a resumed run would begin elsewhere.
     """
 
     def __init__(self, samples: Samples, job: Job, *, first_sample: int = 0, step: int = 0) -> None:

@@ -1,5 +1,6 @@
 """`megatron-wlb analyze`: its numbers by hand, and what they are compared with."""
 
+import re
 from dataclasses import replace
 from itertools import chain
 
@@ -91,6 +92,23 @@ def test_the_same_tokens_by_hand(tmp_path, lengths, data, size):
     assert found["schemes"]["ours"]["speedup"] == pytest.approx(per_token["thd"] / per_token["ours"])
     limits = [each["limit_us_per_token"] for each in found["schemes"].values()]
     assert found["limit"]["us_per_token"] == min(limits)
+
+
+def test_what_micro_batches_of_one_window_bring_is_not_credited_to_wlb(tmp_path, capsys):
+    """A pipeline of two micro-batches of four windows waits; the gain over one of eight of a window is --wlb's own."""
+    write_index(tmp_path / "short.idx", np.random.default_rng(0).integers(2, 300, 3000))
+    model = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --swiglu"
+    words = f"--steps 8 {RUN} {model} --seq-length 1024 --global-batch-size 64 --pipeline-model-parallel-size 2"
+    words += f" --split 1 --data-path {tmp_path / 'short.idx'}"
+    four, one = (analyse(tmp_path, words, f"--micro-batch-size {size}") for size in (4, 1))
+    apart, single = (each["schemes"]["thd"] for each in (four, one))
+    assert four["single_windows"] == pytest.approx(apart["us_per_token"] / single["us_per_token"], rel=1e-3)
+    assert one["single_windows"] == 1.0 < 1.05 < four["single_windows"]
+    said = re.findall(r"^(Use it|Close|Do not use it)\. .*", capsys.readouterr().out, re.MULTILINE)
+    assert len(said) == 2 and said[0] == said[1]
+    assert apart["num_micro_batches"] == 16 and single["num_micro_batches"] == 64
+    # The first stage has two micro-batches in flight: of four windows each, or of one.
+    assert apart["activation_gib"] == pytest.approx(4 * single["activation_gib"], rel=1e-3)
 
 
 def test_a_delay_has_its_time_at_the_work_of_the_steps_of_megatron(tmp_path, lengths, data):
