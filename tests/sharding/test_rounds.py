@@ -41,10 +41,10 @@ def micro_batches(draw):
 
 
 @pytest.mark.parametrize("sharding", [per_sequence, per_document])
-@given(micro_batches(), st.booleans(), st.booleans())
-def test_what_is_chosen_is_what_is_predicted(sharding, case, windowed, kept):
+@given(micro_batches(), st.booleans())
+def test_what_is_chosen_is_what_is_predicted(sharding, case, windowed):
     lengths, cp = case
-    given_job = job_of(cp, model=WINDOWED if windowed else MODEL, save_gathered_kv=kept)
+    given_job = job_of(cp, model=WINDOWED if windowed else MODEL)
     plan = sharding(lengths, cp)
     chosen = in_rounds(plan, round_costs(given_job))
     assert chosen.time == pytest.approx(predicted(chosen, given_job))

@@ -205,7 +205,7 @@ def jobs(draw):
     if changes["cp_exchange"] == "latents":
         changes["model"] = replace(changes["model"], kv_lora_rank=512)
     changes["model"] = replace(changes["model"], window=128, pattern=draw(st.sampled_from("*W")))
-    return job(context_length=3 << 16, save_gathered_kv=draw(st.booleans()), **changes)
+    return job(context_length=3 << 16, **changes)
 
 
 job_lengths = st.lists(
