@@ -81,7 +81,7 @@ def _attend(cp, way, numbers, heads, sizes, ahead, has_sink, gradients_in_fp32):
 
 
 @covering(
-    ranks={"2": (2, 2), "3": (3, 3), "2 groups of 2": (4, 2), "8": (8, 8)},
+    ranks={"2": (2, 2), "3": (3, 3), "2 groups of 2": (4, 2)},
     way=WAYS,
     numbers=NUMBERS,
     heads={"GQA": (8, 2), "MHA": (4, 4)},
