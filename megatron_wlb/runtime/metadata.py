@@ -100,11 +100,8 @@ class ShardMetadata:
     """
 
     cp_rank: int
-    cp: int
     num_rows: int
     """s."""
-    encode: Encoding
-    """Of the backend that the tables are for."""
     layouts: tuple[PartLayout, ...]
     orders: Mapping[int | None, tuple[int, ...]]
     """By the window of a layer: which of `layouts` it runs, in order."""
@@ -165,9 +162,7 @@ class ShardMetadata:
         packed = np.concatenate(tables)
         return cls(
             cp_rank=cp_rank,
-            cp=len(plan.shards),
             num_rows=num_rows,
-            encode=encode,
             layouts=tuple(layouts),
             orders={window: tuple(map(every.index, of_layer)) for window, of_layer in rounds.items()},
             sizes=tuple(map(len, arrays)),
