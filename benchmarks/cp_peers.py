@@ -159,10 +159,10 @@ def magi_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
         own = [times(kernel, share) for kernel in kernels]
         others = [np.tile(times(kernel, (1 - share) / stages), (stages, 1)) for kernel in kernels]
         moved, _ = exchange_model(job).times(np.full(stages, busiest / stages))
-        took = round_times(own, others, (moved, moved), kept=job.sharding.save_gathered_kv)
+        took = round_times(own, others, (moved, moved))
         busy = np.array([first + later.sum(axis=0) for first, later in zip(own, others, strict=True)])
         added = took - busy.max(axis=1)
-        beside = np.maximum(0, moved.sum() * np.array([1, 1 if job.sharding.save_gathered_kv else 2]) - added)
+        beside = np.maximum(0, moved.sum() * np.array([1, 2]) - added)
         return busy, (added + in_node * MAGI_SENDS * np.minimum(beside, busy.max(axis=1)))[:, None]
 
     return min(map(overlapped, MAGI_STAGES), key=lambda timed: (timed[0].max(axis=1) + timed[1][:, 0]).sum())

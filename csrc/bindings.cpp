@@ -66,8 +66,7 @@ std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
   return wlb::RoundCosts{kernel_model(c.attr("forward")), kernel_model(c.attr("backward")),
                          value<double>(exchange, "latency"), value<double>(exchange, "arrive"),
                          value<double>(exchange, "leave"), value<double>(exchange, "ahead"),
-                         value<double>(c, "merge"), value<bool>(c, "kept"),
-                         value<std::vector<std::vector<double>>>(c, "shares")};
+                         value<double>(c, "merge"), value<std::vector<std::vector<double>>>(c, "shares")};
 }
 
 auto choose_adaptive(const py::array& length, const py::array& work, const py::array& arrival, int64_t step,

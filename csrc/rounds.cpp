@@ -174,7 +174,7 @@ class Player {
   }
 
   double run_backward(const Times& own, const std::vector<Timed>& rounds) const {
-    const auto again = [&](size_t i) { return costs_.kept || i == rounds.size() ? 0 : rounds[i].arrive; };
+    const auto again = [&](size_t i) { return i == rounds.size() ? 0 : rounds[i].arrive; };
     Times free(own.size());
     double here = std::max(again(0) - ahead_, 0.0), channel = here, last = 0;
     for (size_t i = 0; i < rounds.size(); ++i) {

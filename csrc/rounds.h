@@ -16,7 +16,6 @@ namespace wlb {
 struct RoundCosts {
   Kernel forward, backward;
   double latency, arrive, leave, ahead, merge;
-  bool kept;
   std::vector<std::vector<double>> shares;
 };
 

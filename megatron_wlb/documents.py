@@ -86,6 +86,7 @@ class Policy(Protocol):
 
     def waiting(self) -> dict[str, np.ndarray]:
         """Return documents drawn and not yet packed, by place: DOCUMENT arrays."""
+        return {}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
         """Take over what `waiting` gave."""

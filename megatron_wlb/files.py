@@ -6,10 +6,11 @@ import os
 import secrets
 import signal
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 INPUTS: set[str] = set()
 """Real paths of the files that this process has opened to read; outputs must not replace them."""
@@ -54,16 +55,12 @@ def ending() -> Iterator[None]:
     free = threading.current_thread() is threading.main_thread()
     free = free and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if free:
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
         if free:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _end(number: int, frame: Any) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager

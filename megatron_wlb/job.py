@@ -133,11 +133,6 @@ class Sharding(Settings):
         "micro-batch, by the kernel times of --wlb-profile. paper: per-sequence or per-document, as in WLB-LLM.",
         choices=tuple(STRATEGIES),
     )
-    save_gathered_kv: bool = setting(
-        False,
-        "Keep gathered K and V for backward instead of gathering them, or expanding them from latents, again: faster, "
-        "for memory in every layer.",
-    )
     cp_gradients: str = setting(
         "fp32",
         "Dtype in which dK and dV travel between context-parallel ranks, which add them up in fp32. model: that of the "
@@ -330,8 +325,7 @@ class Job:
     @property
     def expands_again(self) -> bool:
         """Whether backward expands K and V of all keys from latents again."""
-        again = not self.sharding.save_gathered_kv or "mla_up_proj" in self.recompute.modules
-        return self.cp_exchange == "latents" and again and self.recompute.granularity != "full"
+        return self.cp_exchange == "latents" and self.recompute.granularity != "full"
 
     def work(self, lengths: np.ndarray) -> np.ndarray:
         """Return the work of documents of `lengths`, int64 [n], see `document_work`."""

@@ -1,10 +1,10 @@
 """The import rules of the architecture: who may import whom, and that planning needs neither torch nor megatron."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -46,19 +46,21 @@ def room(module: str) -> str:
     return (inner.split(".")[0] or "__init__") if top == PACKAGE.name else top
 
 
-def imports(module: str) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(module: str) -> list[tuple[str, bool]]:
     """What a module imports, and whether inside a function."""
-    tree = ast.parse(MODULES[module].read_text())
+    tree, found = ast.parse(MODULES[module].read_text()), []
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     inside = {id(inner) for function in functions for inner in ast.walk(function)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in inside) for alias in node.names)
+            found += [(alias.name, id(node) in inside) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 is_module = name in MODULES or alias.name == "_native"
-                yield (name if is_module else f"{'.' * node.level}{node.module}"), id(node) in inside
+                found.append((name if is_module else f"{'.' * node.level}{node.module}", id(node) in inside))
+    return found
 
 
 def allowed(importer: str, imported: str, in_function: bool) -> bool:

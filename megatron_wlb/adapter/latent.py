@@ -38,15 +38,13 @@ class WlbLatentExchange(WlbLatentAttention):
     """Exchanges latents instead of K and V, and expands them on the receiving rank.
 
     A rank receives the latents, and the key part that heads share, of all rows visible to its queries. Backward expands
-    them again through upstream's recomputation of `mla_up_proj`, unless the whole layer is recomputed or K and V are
-    kept (`save_gathered`).
+    them again through upstream's recomputation of `mla_up_proj`, unless the whole layer is recomputed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._queries_again: bool = self.recompute_up_proj
-        kept = self.core_attention.options.save_gathered or self.config.recompute_granularity == "full"
-        self.recompute_up_proj: bool = self._queries_again or not kept
+        self.recompute_up_proj: bool = self._queries_again or self.config.recompute_granularity != "full"
         self._row_multiple = self.tp_group.size() * row_multiple(
             self.config.fp8, self.config.fp8_recipe, self.config.fp4
         )

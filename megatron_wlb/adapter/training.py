@@ -63,7 +63,6 @@ class Training:
         self._backend = choose_backend(self._device.type, job.model.head_sizes, asked)
         self.attention = AttentionOptions(
             backend=get_backend(self._backend.name, self._device, job.model.head_sizes),
-            save_gathered=job.sharding.save_gathered_kv,
             gradients_in_fp32=job.sharding.cp_gradients == "fp32",
             latents=job.cp_exchange == "latents",
         )

@@ -97,7 +97,7 @@ def expansion(job: Job) -> tuple[float, float]:
 def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Directions:
     """Return what exchanging K/V of all `rows` adds to the slowest ranks' time.
 
-    By a ring, or before attention as in the paper: an all-gather, in backward again unless kept, with fp32 gradients.
+    By a ring, or before attention as in the paper: an all-gather, in backward again, with fp32 gradients.
     """
     cp, collective = job.parallel.cp, job.profile.network.collective
     if cp == 1:
@@ -112,7 +112,7 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
         added = [np.maximum(moved * hop - backward, 0) for moved in (1, 2)]
         return (cp - 1) * np.maximum(hop - forward, 0), 2 * added[0] + (cp - 2) * added[1]
     leave = collective("reduce_scatter", values * FP32, ranks)
-    return arrive, leave if job.sharding.save_gathered_kv else arrive + leave
+    return arrive, arrive + leave
 
 
 def attention_kernels(job: Job, window: int | None = None) -> tuple[KernelModel, KernelModel]:
@@ -132,5 +132,5 @@ def sharding_kernel(job: Job) -> KernelModel:
     if job.cp_exchange not in ("shared", "latents"):
         return forward + backward
     arrive, leave = exchange_model(job).times(np.array(job.context_length))
-    times = 1 if job.sharding.save_gathered_kv or job.cp_exchange == "latents" else 2
+    times = 1 if job.cp_exchange == "latents" else 2
     return replace(forward + backward, exchange=float(times * arrive + leave) / job.context_length)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import megatron_wlb._native as _native
-from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch
+from megatron_wlb.documents import DOCUMENT, Draw, PackedBatch, Policy
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.pipeline.timeline import cost_weights
 from megatron_wlb.settings import integers
@@ -70,7 +70,7 @@ class AdaptivePacking(Packing):
         return DelayPolicy(job, self.max_delay_steps) if self.delays else StepPolicy(job)
 
 
-class StepPolicy:
+class StepPolicy(Policy):
     """All documents of a step's own samples, in that step."""
 
     def __init__(self, job: Job) -> None:
@@ -79,12 +79,6 @@ class StepPolicy:
     def pack(self, step: int, draw: Draw) -> PackedBatch:
         """Arrange the step's own samples. Raises ValueError if memory does not hold them."""
         return arranged(draw.own(), self._job)
-
-    def waiting(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Nothing waits."""
 
 
 class DelayPolicy:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.documents import Draw, PackedBatch
+from megatron_wlb.documents import Draw, PackedBatch, Policy
 from megatron_wlb.job import Job, Packing
 
 
@@ -19,7 +19,7 @@ class OriginalPacking(Packing):
         return OriginalPolicy(job)
 
 
-class OriginalPolicy:
+class OriginalPolicy(Policy):
     """A micro-batch for each sample of the step."""
 
     def __init__(self, job: Job) -> None:
@@ -32,9 +32,3 @@ class OriginalPolicy:
         first = sample[0] if len(sample) else 0
         bounds = np.searchsorted(sample, first + np.arange(self._job.num_micro_batches + 1))
         return PackedBatch(documents=documents, bounds=bounds)
-
-    def waiting(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Nothing waits."""

@@ -9,7 +9,7 @@ and one collective moves both.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,6 @@ class AttentionOptions:
     """Factor of the scores; by default head size ** -0.5."""
     window: int | None = None
     """Keys that a query sees before its own; None: all of its document."""
-    save_gathered: bool = False
-    """Keep exchanged keys for backward instead of sending them again: memory in every layer."""
     gradients_in_fp32: bool = True
     """Send dK and dV in fp32 (fp64 for fp64), else in the dtype of K and V; they are summed in fp32."""
     latents: bool = False
@@ -107,20 +105,16 @@ class _ContextParallelAttention(torch.autograd.Function):
         parts = _arrived(metadata) if arrived else metadata.parts_of(options.window)
         arriving = _arriving(kv, parts, group)
         lse: list[Tensor] = []
-        kept: list[Tensor] = []
         for part in parts:
-            kept.append(next(arriving))
             # Shares come after own keys, whose log-sum-exps are the last ones.
             merged = None if part.causal or not lse else lse[-1]
-            lse += attend(q[part.rows], kept[-1], out[part.rows], part, options, merged)
-            if not (options.save_gathered and part.sent):
-                kept.pop()
+            lse += attend(q[part.rows], next(arriving), out[part.rows], part, options, merged)
         if sink is not None:
             for (part, call), sums in zip(_own_calls(parts), lse, strict=True):
                 score = sink[:, None].to(sums.dtype)
                 out[part.rows][call.rows] *= torch.sigmoid(sums - score).T[:, :, None].to(out.dtype)
                 torch.logaddexp(sums, score, out=sums)
-        ctx.save_for_backward(q, kv, out, sink, *lse, *kept)
+        ctx.save_for_backward(q, kv, out, sink, *lse)
         ctx.setup, ctx.begun = (group, options, parts, arrived), None
         return out
 
@@ -173,24 +167,16 @@ class _ContextParallelAttention(torch.autograd.Function):
         return dq, dk, dv, dsink, None, None, None
 
 
-class _Begun(NamedTuple):
-    """A backward whose first K and V are on their way."""
+def _begin_backward(ctx: Any) -> tuple[list[Any], list[int], Iterator[Tensor]]:
+    """Send the first K and V; return all that is saved, rounds in the order of backward, and their K and V.
 
-    saved: list[Any]
-    """q, kv, out, the sink or None, and the log-sum-exps of `_own_calls`."""
-    order: list[int]
-    """Rounds in the order in which backward runs them."""
-    arriving: Iterator[Tensor]
-
-
-def _begin_backward(ctx: Any) -> _Begun:
+    Saved are q, kv, out, the sink or None, and the log-sum-exps of `_own_calls`.
+    """
     group, _, parts, _ = ctx.setup
-    q, kv, out, sink, *rest = ctx.saved_tensors
-    calls = len(_own_calls(parts))
+    saved = list(ctx.saved_tensors)
     # Rounds without an exchange go last, to overlap the last gradients that leave.
     order = sorted(range(len(parts)), key=lambda i: not parts[i].sent)
-    arriving = _arriving(kv, [parts[i] for i in order], group, kept=rest[calls:])
-    return _Begun([q, kv, out, sink, *rest[:calls]], order, arriving)
+    return saved, order, _arriving(saved[1], [parts[i] for i in order], group)
 
 
 def _sink_gradient(sink: Tensor, parts: Sequence[Part], dout: Tensor, out: Tensor, lses: list[Tensor]) -> Tensor:
@@ -265,27 +251,16 @@ def _own_calls(parts: Sequence[Part]) -> list[tuple[Part, Call]]:
     return [(part, call) for part in parts if part.causal for call in part.calls]
 
 
-def _arriving(
-    kv: Tensor, parts: Sequence[Part], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
-) -> Iterator[Tensor]:
-    """Yield K and V of P rows, round by round, each sent one round ahead, the first at once.
-
-    With `kept`, the keys of rounds with an exchange, nothing is sent.
-    """
-    if kept:
-        return (kept.pop(0) if part.sent else finish(kv[part.rows], None, part) for part in parts)
+def _arriving(kv: Tensor, parts: Sequence[Part], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
+    """Return K and V of P rows, round by round, each sent one round ahead, the first at once."""
     starts = (begin(kv[part.rows], part, group) for part in parts)
-    return _ahead(parts, starts, [next(starts)])
+    under_way = [next(starts)]
 
+    def arrived(part: Part) -> Tensor:
+        under_way.extend(islice(starts, 1))
+        return finish(*under_way.pop(0), part)
 
-def _ahead(
-    parts: Sequence[Part],
-    starts: Iterator[tuple[Tensor, dist.Work | None]],
-    under_way: list[tuple[Tensor, dist.Work | None]],
-) -> Iterator[Tensor]:
-    for part in parts:
-        under_way += islice(starts, 1)
-        yield finish(*under_way.pop(0), part)
+    return map(arrived, parts)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, keys: int, metadata: ShardMetadata, options: AttentionOptions) -> None:

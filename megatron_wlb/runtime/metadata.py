@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.documents import Keys, Round, ShardPlan
+from megatron_wlb.documents import Keys, Round, Shard, ShardPlan
 from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.sharding.routing import document_begins, exchange, positions
 from megatron_wlb.sharding.routing import rows as held_rows
@@ -54,14 +54,12 @@ class PartLayout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part(PartLayout):
+    """A layout with the integers of its `Exchange`, int64."""
+
     gather: Tensor
-    """int64 [P]: keys = pool[gather], where the pool holds the rows that arrived, then the rank's own."""
     sent_rows: Tensor
-    """Rows to send, rank by rank, int64."""
     arrived_keys: Tensor
-    """Keys that arrive, rank by rank, int64."""
     own_keys: Tensor
-    """Keys of `own_rows`, int64."""
     tables: tuple[Tensor, ...]
     """The table of each call, int32."""
 
@@ -102,11 +100,8 @@ class ShardMetadata:
     """
 
     cp_rank: int
-    cp: int
     num_rows: int
     """s."""
-    encode: Encoding
-    """Of the backend that the tables are for."""
     layouts: tuple[PartLayout, ...]
     orders: Mapping[int | None, tuple[int, ...]]
     """By the window of a layer: which of `layouts` it runs, in order."""
@@ -137,13 +132,12 @@ class ShardMetadata:
             )
         arrays, layouts, tables = [positions(plan.shards[cp_rank])], [], []
         num_rows = len(arrays[0])
-        of_whole = sum(int((call["stop"] - call["start"]).sum()) for call in plan.calls(cp_rank, Keys.WHOLE))
-        whole, shared = slice(0, of_whole), slice(of_whole, num_rows)
-        rows_of: dict[Round, slice] = {Keys.ALL: slice(0, num_rows), Keys.WHOLE: whole}
+        of_whole = Shard(calls=plan.calls(cp_rank, Keys.WHOLE)).tokens
+        rows_of: dict[Round, slice] = {Keys.ALL: slice(0, num_rows), Keys.WHOLE: slice(0, of_whole)}
         rounds = {window: plan.rounds_of(window) for window in windows}
         every = list(dict.fromkeys(itertools.chain(*rounds.values())))
         for of in every:
-            moved, rows, calls = exchange(plan, cp_rank, of), rows_of.get(of, shared), []
+            moved, rows, calls = exchange(plan, cp_rank, of), rows_of.get(of, slice(of_whole, num_rows)), []
             for begin, segments in moved.calls:
                 table, max_q, max_k = encode(moved.key_begins, segments)
                 stop = begin + int((segments["stop"] - segments["start"]).sum())
@@ -168,9 +162,7 @@ class ShardMetadata:
         packed = np.concatenate(tables)
         return cls(
             cp_rank=cp_rank,
-            cp=len(plan.shards),
             num_rows=num_rows,
-            encode=encode,
             layouts=tuple(layouts),
             orders={window: tuple(map(every.index, of_layer)) for window, of_layer in rounds.items()},
             sizes=tuple(map(len, arrays)),

@@ -7,8 +7,7 @@ keys, make up a *pool*; its *keys* are the rows of the pool, document by documen
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,8 +118,7 @@ def positions(shard: Shard) -> np.ndarray:
     return np.concatenate([ranges(c["start"], c["stop"]) for c in shard.calls])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class Exchange(NamedTuple):
     """Integers of one rank and round, for documents with n of its rows."""
 
     calls: tuple[tuple[int, np.ndarray], ...]
@@ -131,16 +129,16 @@ class Exchange:
     """int64 [runs + 1]: first key of each run, or document, of which one without queries here has no keys."""
     own_rows: int
     """So many of the first rows are keys."""
-    sent: tuple[int, ...]
-    """Rows that every rank is sent; () where no rank of the micro-batch has anything to exchange."""
-    received: tuple[int, ...]
-    """Rows that come from every rank, likewise."""
-    sent_rows: np.ndarray
-    """int64 [sum of `sent`]: the rows that are sent, rank by rank."""
-    arrived_keys: np.ndarray
-    """int64 [sum of `received`]: the keys that arrive."""
     own_keys: np.ndarray
     """int64: the keys that `own_rows` are."""
+    sent: tuple[int, ...] = ()
+    """Rows that every rank is sent; () where no rank of the micro-batch has anything to exchange."""
+    received: tuple[int, ...] = ()
+    """Rows that come from every rank, likewise."""
+    sent_rows: np.ndarray = np.zeros(0, np.int64)
+    """int64 [sum of `sent`]: the rows that are sent, rank by rank."""
+    arrived_keys: np.ndarray = np.zeros(0, np.int64)
+    """int64 [sum of `received`]: the keys that arrive."""
 
     @property
     def gather(self) -> np.ndarray:
@@ -153,36 +151,57 @@ class Exchange:
 
 def exchange(plan: ShardPlan, cp_rank: int, of: Round) -> Exchange:
     """Return the exchange of a rank for a round of the plan."""
-    calls = plan.calls(cp_rank, of)
+    held_calls = plan.calls(cp_rank, of)
     if of is Keys.OWN:
-        return _own_keys(np.concatenate(calls, dtype=SEGMENT))
+        return _own_keys(np.concatenate(held_calls, dtype=SEGMENT))
     held = Ownership(plan, of, of.window if isinstance(of, Near) else None)
-    return _share_of_keys(held, cp_rank, calls, of) if isinstance(of, Share) else _all_keys(held, cp_rank, calls)
+    (mine,) = np.nonzero(held.ranks == cp_rank)
+    share = of if isinstance(of, Share) else Share(0.0, 1.0)
+    # Rows [first, stop) of each segment that others send to the rank, and of its own that it sends to each of them.
+    arriving = _shared(held.seen(cp_rank)[0], share)
+    arriving[:, mine] = 0
+    leaving = _shared(held.seen(np.arange(held.cp)[:, None], mine)[0], share)
+    leaving[:, cp_rank] = 0
+    arrive = arriving[1] - arriving[0]
+    if isinstance(of, Share):
+        calls, key_begins, own_rows, place = _share_of_keys(held, mine, held_calls, share, arrive)
+    else:
+        calls, key_begins, own_rows, place = _all_keys(held, cp_rank, held_calls)
+    rows = held.segments["stop"][mine] - held.segments["start"][mine]
+    first_rows = document_begins(rows)[:-1]
+    moves = bool(held.is_shared.any())
+    received = np.bincount(held.ranks, arrive, held.cp)
+    return Exchange(
+        calls=tuple(calls),
+        causal=not isinstance(of, Share),
+        key_begins=key_begins,
+        own_rows=own_rows,
+        sent=tuple((leaving[1] - leaving[0]).sum(axis=1).tolist()) if moves else (),
+        received=tuple(received.astype(int).tolist()) if moves else (),
+        sent_rows=ranges(*(first_rows + leaving).reshape(2, -1)),
+        arrived_keys=ranges(place, place + arrive),
+        own_keys=ranges(place[mine], place[mine] + np.clip(own_rows - first_rows, 0, rows)),
+    )
 
 
-def _all_keys(held: Ownership, cp_rank: int, calls: Sequence[np.ndarray]) -> Exchange:
+_Keys = tuple[list[tuple[int, np.ndarray]], np.ndarray, int, np.ndarray]
+"""Calls, `key_begins` and `own_rows` of an `Exchange`, and the first of the rank's keys of every segment, int64 [n]."""
+
+
+def _all_keys(held: Ownership, cp_rank: int, calls: Sequence[np.ndarray]) -> _Keys:
     """All keys that the rank's queries see, run by run."""
     begins, place, seeing = held.keys(cp_rank)
     rows = document_begins(np.array([(call["stop"] - call["start"]).sum() for call in calls])).tolist()
     each = np.split(seeing, np.cumsum([len(call) for call in calls])[:-1])
-    return _exchange(
-        held,
-        cp_rank,
-        Share(0.0, 1.0),
-        calls=[(row, call) for row, call in zip(rows[:-1], each, strict=True) if len(call)],
-        causal=True,
-        key_begins=begins,
-        own_rows=rows[-1],
-        place=place,
-    )
+    return [(row, call) for row, call in zip(rows[:-1], each, strict=True) if len(call)], begins, rows[-1], place
 
 
-def _share_of_keys(held: Ownership, cp_rank: int, calls: Sequence[np.ndarray], share: Share) -> Exchange:
+def _share_of_keys(
+    held: Ownership, mine: np.ndarray, calls: Sequence[np.ndarray], share: Share, arrive: np.ndarray
+) -> _Keys:
     """What arrives and, with the first share, the heads, which tails see; every document's keys in packed order."""
-    heads, tails = calls
-    segments, (mine,) = held.segments, np.nonzero(held.ranks == cp_rank)
-    arriving = _arriving(held, cp_rank, share)
-    counts = arriving[1] - arriving[0]
+    (heads, tails), counts = calls, arrive.copy()
+    segments, own = held.segments, held.segments[mine]
     num_heads = len(heads) if share.low == 0 and len(tails) else 0
     counts[mine[:num_heads]] = heads["stop"][:num_heads] - heads["start"][:num_heads]
     order = np.lexsort((segments["start"], segments["document"]))
@@ -191,7 +210,6 @@ def _share_of_keys(held: Ownership, cp_rank: int, calls: Sequence[np.ndarray], s
     begins = np.zeros(len(held.lengths) + 1, np.int64)
     np.add.at(begins[1:], segments["document"], counts)
     begins = begins.cumsum()
-    own = segments[mine]
     first_rows = document_begins(own["stop"] - own["start"])
     seeing = own.copy()
     seeing["stop"] = place[mine] - begins[own["document"]]
@@ -200,75 +218,17 @@ def _share_of_keys(held: Ownership, cp_rank: int, calls: Sequence[np.ndarray], s
     is_tail = np.arange(len(own)) >= len(heads)
     runs = itertools.groupby(range(len(own)), lambda i: (is_tail[i], seeing["stop"][i] > 0))
     found = [list(run) for (_, sees), run in runs if sees]
-    return _exchange(
-        held,
-        cp_rank,
-        share,
-        calls=[(int(first_rows[run[0]]), seeing[run]) for run in found],
-        causal=False,
-        key_begins=begins,
-        own_rows=int(counts[mine].sum()),
-        place=place,
-    )
+    return [(int(first_rows[run[0]]), seeing[run]) for run in found], begins, int(counts[mine].sum()), place
 
 
 def _own_keys(segments: np.ndarray) -> Exchange:
     alone = np.zeros(len(segments), SEGMENT)
     alone["document"], alone["stop"] = np.arange(len(segments)), segments["stop"] - segments["start"]
-    begins, nothing = document_begins(alone["stop"]), np.zeros(0, np.int64)
+    begins = document_begins(alone["stop"])
     rows = int(begins[-1])
     return Exchange(
-        calls=((0, alone),) if rows else (),
-        causal=True,
-        key_begins=begins,
-        own_rows=rows,
-        sent=(),
-        received=(),
-        sent_rows=nothing,
-        arrived_keys=nothing,
-        own_keys=np.arange(rows),
+        calls=((0, alone),) if rows else (), causal=True, key_begins=begins, own_rows=rows, own_keys=np.arange(rows)
     )
-
-
-def _exchange(
-    held: Ownership,
-    cp_rank: int,
-    share: Share,
-    *,
-    calls: Sequence[tuple[int, np.ndarray]],
-    causal: bool,
-    key_begins: np.ndarray,
-    own_rows: int,
-    place: np.ndarray,
-) -> Exchange:
-    """Return the exchange of a share of all keys; `place`: of every segment's keys among those of the rank."""
-    own = held.segments[held.ranks == cp_rank]
-    first_rows = document_begins(own["stop"] - own["start"])[:-1]
-    arriving = _arriving(held, cp_rank, share)
-    leaving = _shared(held.seen(np.arange(held.cp)[:, None], held.ranks == cp_rank)[0], share)
-    leaving[:, cp_rank] = 0
-    first_own = place[held.ranks == cp_rank]
-    own_counts = np.clip(own_rows - first_rows, 0, own["stop"] - own["start"])
-    moves = bool(held.is_shared.any())
-    received = np.bincount(held.ranks, arriving[1] - arriving[0], held.cp)
-    return Exchange(
-        calls=tuple(calls),
-        causal=causal,
-        key_begins=key_begins,
-        own_rows=own_rows,
-        sent=tuple((leaving[1] - leaving[0]).sum(axis=1).tolist()) if moves else (),
-        received=tuple(received.astype(int).tolist()) if moves else (),
-        sent_rows=ranges(*(first_rows + leaving).reshape(2, -1)),
-        arrived_keys=ranges(place, place + arriving[1] - arriving[0]),
-        own_keys=ranges(first_own, first_own + own_counts),
-    )
-
-
-def _arriving(held: Ownership, cp_rank: int, share: Share) -> np.ndarray:
-    """Return the rows [first, stop) of each segment that others send to a rank, int64 [2, n]."""
-    arriving = _shared(held.seen(cp_rank)[0], share)
-    arriving[:, held.ranks == cp_rank] = 0
-    return arriving
 
 
 def _shared(rows: np.ndarray, share: Share) -> np.ndarray:

@@ -38,8 +38,6 @@ class RoundCosts:
     exchange: ExchangeModel
     merge: float
     """Us to add one tile of queries of a head to what other parts have: read twice and written once."""
-    kept: bool
-    """K and V that forward has got need not travel again."""
     shares: tuple[tuple[float, ...], ...]
 
 
@@ -57,7 +55,6 @@ def round_costs(job: Job) -> RoundCosts:
         * forward.tile_rows
         / job.profile.memory_gb_per_s
         / 1e3,
-        kept=job.sharding.save_gathered_kv,
         shares=() if together or job.model.widest is not None else KEY_SPLITS,
     )
 
@@ -86,7 +83,7 @@ def _times_in_window(plan: ShardPlan, job: Job, window: int) -> tuple[list[np.nd
     arrive, leave = map(float, costs.exchange.times(moved))
     forward = float((np.maximum(whole[0], arrive) + shared[0]).max())
     ahead = costs.exchange.ahead * int(plan.lengths.sum() // len(plan.shards))
-    free = shared[1] + max(arrive * (not costs.kept) - ahead, 0.0)
+    free = shared[1] + max(arrive - ahead, 0.0)
     backward = max(float(free.max()) + leave, float((free + whole[1]).max()))
     busy = [whole[i] + shared[i] for i in range(2)]
     return busy, [end - float(each.max()) for each, end in zip(busy, (forward, backward), strict=True)]

@@ -62,20 +62,17 @@ def stage_weights(job: Job) -> np.ndarray:
     return weights
 
 
-def attention_tensors(job: Job, window: int | None = None) -> dict[str, Tensor]:
-    """Tensors that attention in a window keeps, with the norm before it."""
+def attention_tensors(job: Job) -> dict[str, Tensor]:
+    """Tensors that attention keeps, with the norm before it."""
     model, p, w = job.model, job.parallel, job.bytes_per_value
     latents, norms = job.cp_exchange == "latents", 2 if model.qk_layernorm else 1
-    keys = model.kv_values_per_rank(p.tp)
-    gathered = job.sharding.save_gathered_kv and p.cp > 1 and not latents
     seen = p.cp if latents else 1
     found = {
         "norm": Tensor(2 * layer_input_bytes(job)),
         "dropout": Tensor(_mask_bytes(job)),
         "q": Tensor(w * model.query_size / p.tp, ("mla_up_proj",)),
-        "kv": Tensor(0 if job.expands_again else w * seen * keys),
+        "kv": Tensor(0 if job.expands_again else w * seen * model.kv_values_per_rank(p.tp)),
         "out": Tensor(w * model.output_size / p.tp),
-        "gathered": Tensor(w * (1 + one_document(job, window)[0]) * keys if gathered else 0, ("core_attn",)),
         "log-sum-exps": Tensor(4 * model.num_attention_heads / p.tp, ("core_attn",)),
     }
     if not model.kv_lora_rank:
@@ -137,7 +134,7 @@ def layer_bytes(job: Job, kind: str = FULL) -> float:
     def tensors(part: str) -> dict[str, Tensor]:
         if mixer := job.model.mixer_of(part):
             return mixer_tensors(job, mixer)
-        return mlp_tensors(job, part) if part in (MLP, EXPERTS) else attention_tensors(job, job.model.window_of(part))
+        return mlp_tensors(job, part) if part in (MLP, EXPERTS) else attention_tensors(job)
 
     return sum(_kept(job, tensors(part)) for part in job.model.parts_of(kind))
 
@@ -194,10 +191,10 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     Assumes one stage, half of the rank's rows per call, and FlashAttention-2 kernels, which hold dQ in fp32, and dK and
     dV for every query head.
     """
-    model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job, job.model.widest)
+    model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job)
     received, sent = moved or one_document(job, model.widest)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, model.kv_values_per_rank(p.tp)
-    again = ("q", "kv", "gathered", "log-sum-exps") if "core_attn" in job.recompute.dropped else ()
+    again = ("q", "kv", "log-sum-exps") if "core_attn" in job.recompute.dropped else ()
     held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
     kernel = (w + 4) * q / min(p.cp, 2) + w * (1 + received) * (kv + expanded)
@@ -215,7 +212,7 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
 def _arrived_bytes(job: Job, received: float) -> float:
     """Return bytes of K and V for backward of one attention; `received`: rows that arrive per own row."""
     model, p = job.model, job.parallel
-    if p.cp == 1 or job.sharding.save_gathered_kv or job.cp_exchange == "latents":
+    if p.cp == 1 or job.cp_exchange == "latents":
         return 0
     return job.bytes_per_value * (1 + received) * model.kv_values_per_rank(p.tp)
 

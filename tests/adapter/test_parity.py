@@ -156,7 +156,7 @@ def test_model_equals_megatron(size, layout, model, dataset, upstream):
         (2, f"{CP2} {SELECTIVE} core_attn", f"{LATENT} {QUERY_LATENT}"),
         full(4, f"{TP2} {CP2} {SELECTIVE} mla_up_proj", f"{LATENT} {QUERY_LATENT}"),
         full(4, f"{TP2} {CP2} {FULL}", f"{LATENT} {QUERY_LATENT}"),
-        full(2, f"{CP2} --wlb-save-gathered-kv", f"{LATENT} {LATENT_YARN}"),
+        full(2, CP2, f"{LATENT} {LATENT_YARN}"),
         full(4, f"{CP2} {VPP2}", f"{LATENT} {QUERY_LATENT} {SINKS}"),
         full(2, CP2, f"{LATENT} {QUERY_LATENT} {MTP}"),
     ],

@@ -62,18 +62,16 @@ def test_stages_by_hand():
     """Two ranks, two stages: what arrives late is waited for, and what leaves late, too."""
     times = np.array([[10.0, 12.0], [20.0, 20.0]])
     own, moved = np.array([3.0, 2.0]), (np.array([5.0, 30.0]), np.array([7.0, 40.0]))
-    forward, backward = round_times((own, own), (times, times), moved, kept=False)
+    forward, backward = round_times((own, own), (times, times), moved)
     # The second begins to arrive at 5, when the first has and both ranks are free; it is there at 35.
     assert forward == 35 + 20
     # Nothing to hide the first: there at 5, the second at 35. The first leaves from 35 on, to 42, the second from 55.
     assert backward == 55 + 40
-    _, kept = round_times((own, own), (times, times), moved, kept=True)
-    assert kept == max(12 + 20 + 40, 12 + 7)
     # The first on its way for 3 before, then for all of its time and more.
     for ahead, earlier in ((3, 3), (5, 5), (9, 5)):
-        _, before = round_times((own, own), (times, times), moved, kept=False, ahead=ahead)
+        _, before = round_times((own, own), (times, times), moved, ahead=ahead)
         assert before == backward - earlier
-    hidden = round_times((10 * own, 100 * own), (times, times), (moved[0] / 10, moved[1] / 10), kept=False)
+    hidden = round_times((10 * own, 100 * own), (times, times), (moved[0] / 10, moved[1] / 10))
     assert hidden == (30 + 10 + 20, max(0.5 + 10 + 20 + 300, 0.5 + 12 + 20 + 200))
 
 
@@ -96,8 +94,6 @@ def test_all_rows_are_gathered_before_attention_if_asked():
     scatter = NETWORK.collective("reduce_scatter", rows * 2 * 4 * 128 * 4, ranks)
     none = np.zeros(2), np.zeros(2)
     assert np.array(exposed_exchange(given, rows, none)) == pytest.approx(np.array([gather, gather + scatter]))
-    saved = given.sharded(save_gathered_kv=True)
-    assert np.array(exposed_exchange(saved, rows, none)) == pytest.approx(np.array([gather, scatter]))
     alone = job(cp_exchange="all", profile=MEASURED)
     assert not np.array(exposed_exchange(alone, rows, none)).any()
 
@@ -187,8 +183,6 @@ def test_the_exchange_of_keys_and_values_by_hand():
     window = given.context_length
     exposed = 2 * (latency + window * found.arrive) + latency + window * found.leave
     assert sharding_kernel(given).exchange == pytest.approx(exposed / window)
-    kept = sharding_kernel(given.sharded(save_gathered_kv=True)).exchange
-    assert kept == pytest.approx((exposed - latency) / window - found.arrive)
 
 
 def test_the_exchange_of_latents_by_hand():
@@ -207,9 +201,7 @@ def test_the_exchange_of_latents_by_hand():
     assert found.latency == pytest.approx(latency + 2 * NETWORK.collective("all_gather", 0, Group(size=8, stride=1)))
     assert found.arrive == pytest.approx(moved + time("all_gather", 576) + time("all_gather", 512) + expands)
     backward = moved + 2 * expands + time("reduce_scatter", 512) + time("all_gather", 512) + time("all_reduce", 64)
-    assert found.leave == pytest.approx(backward + expands + time("all_gather", 512))
-    kept = exchange_model(given.sharded(save_gathered_kv=True))
-    assert kept.leave == pytest.approx(backward) and kept.arrive == found.arrive and found.ahead == 0
+    assert found.leave == pytest.approx(backward + expands + time("all_gather", 512)) and found.ahead == 0
 
 
 def test_tiles_by_hand():

@@ -13,7 +13,6 @@ REASONS = {
     "--no-load-wlb": "a run with delay whose state is lost",
     "--wlb-packing": "packing.json: imbalance by policy, Algorithm 1 by its thresholds; step_time.json: `ours, delay`",
     "--wlb-cp-sharding": "cp_balance.json: time of a layer by sharding",
-    "--wlb-save-gathered-kv": "memory against an exchange in backward; no GPU has weighed them",
     "--wlb-cp-gradients": "step_time.json: `dK and dV as the model`",
     "--wlb-micro-batches": "step_time.json: `ours, M = N` and `ours, auto`",
     "--wlb-max-tokens": "memory.json: activations by the longest micro-batch",

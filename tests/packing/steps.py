@@ -26,11 +26,7 @@ def tokens(documents):
 
 def steps_of(packer):
     """Its steps up to the end of the data."""
-    while True:
-        try:
-            yield packer.next()
-        except StopIteration:
-            return
+    return iter(packer.next, None)
 
 
 class Feed:

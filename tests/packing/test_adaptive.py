@@ -72,8 +72,7 @@ def test_windows_are_as_even_as_no_windows(name):
         return np.mean([imbalance(batch.sums(jobs[1].work(batch.documents["length"]))) for batch in batches])
 
     windows, none = {}, {"pattern": "*"}
-    assert uneven(0, windows, windows) <= uneven(0, none, none) + 0.005
-    assert uneven(0, windows, windows) <= uneven(0, none, windows) - 0.005
+    assert uneven(0, windows, windows) <= min(uneven(0, none, none) + 0.005, uneven(0, none, windows) - 0.005)
     assert uneven(32, windows, windows) <= min(1.03, uneven(32, none, windows) - 0.03)
 
 
@@ -152,7 +151,7 @@ def pools(draw):
     return max_tokens, draw(st.lists(lengths, max_size=40)), draw(st.sampled_from([1, 7, 50_000, 1 << 35]))
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(
     pools(),
     st.integers(1, 9),
@@ -186,10 +185,10 @@ def test_any_step_is_as_by_the_reference(case, n, step, credit, layout):
 
 
 def test_a_large_step_is_as_by_the_reference():
-    lengths = np.clip(np.random.default_rng(1).lognormal(7.5, 1.5, 9_000), 1, 131_072).astype(np.int64)
+    lengths = np.clip(np.random.default_rng(1).lognormal(7.5, 1.5, 6_000), 1, 131_072).astype(np.int64)
     sizes = {"total_weight": 11, "largest_weight": 55, "unit_weight": 16, "num_micro_batches": 64, "ranks": 8}
     limits = {"max_tokens": 163_840, "batch_tokens": 64 * 131_072, "crossover_tokens": 50_000, "max_delay_steps": 20}
-    rows, bounds = both(lengths, document_work(lengths, 50_000), np.arange(9_000) // 3000, 2, 0, **sizes, **limits)
+    rows, bounds = both(lengths, document_work(lengths, 50_000), np.arange(6_000) // 2000, 2, 0, **sizes, **limits)
     assert 100 < len(rows) == bounds[-1]
 
 

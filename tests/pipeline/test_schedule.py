@@ -1,11 +1,11 @@
-"""Schedules are upstream's, pass by pass; what a stage receives is what its neighbours send."""
+"""Schedules are upstream's, pass by pass and message by message."""
 
 import itertools
 from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from tests.pipeline.schedules import schedules
@@ -13,11 +13,20 @@ from tests.pipeline.upstream import record
 
 
 @given(schedules())
-@settings(deadline=None)
-def test_every_stage_runs_upstreams_passes_in_upstreams_order(schedule):
+def test_passes_and_receives_are_in_upstreams_order(schedule):
+    """A stage receives, forward and backward, what its neighbours send."""
+    inbox = defaultdict(list)
     for stage in range(schedule.num_stages):
-        passes = [note for what, note in record(schedule, stage) if what == "pass"]
+        notes = record(schedule, stage)
+        passes = [note for what, note in notes if what == "pass"]
         assert [(int(b), c, m) for b, c, m in schedule.ops(stage).tolist()] == passes
+        for handle in (handle for what, handles in notes if what == "post" for handle in handles):
+            direction, side, message = handle.message
+            if side == "send":
+                receiver = (stage + (-1 if direction else 1)) % schedule.num_stages
+                inbox[receiver, direction].append(message[2])
+    for stage in range(schedule.num_stages):
+        assert schedule.receive_order(stage) == (inbox[stage, 0], inbox[stage, 1])
 
 
 def test_a_schedule_prints_a_stage_a_line():
@@ -80,24 +89,3 @@ def test_what_passes_in_flight_weigh(sizes):
                 held += -weights[chunk] if backward else weights[chunk]
                 most = max(most, held)
             assert schedule.in_flight(stage, weights) == most
-
-
-def received(schedule, stage):
-    """Micro-batches of the messages that upstream's neighbours of a stage send to it, forward and backward."""
-    inbox = defaultdict(list)
-    for sender in range(schedule.num_stages):
-        for what, handles in record(schedule, sender):
-            for handle in handles if what == "post" else ():
-                direction, side, message = handle.message
-                if side == "send":
-                    receiver = (sender + (-1 if direction else 1)) % schedule.num_stages
-                    inbox[receiver, direction].append(message[2])
-    return inbox[stage, 0], inbox[stage, 1]
-
-
-@given(schedules())
-@settings(deadline=None)
-def test_a_stage_receives_what_upstreams_neighbours_send(schedule):
-    for stage in range(schedule.num_stages):
-        forward, backward = schedule.receive_order(stage)
-        assert (forward, backward) == received(schedule, stage)

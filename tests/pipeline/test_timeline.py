@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron_wlb.pipeline.schedule import Schedule, nearest_counts
 from megatron_wlb.pipeline.timeline import makespans, run
@@ -13,7 +13,6 @@ from tests.pipeline.upstream import replay
 
 
 @given(timed_schedules())
-@settings(deadline=None)
 def test_equal_to_a_replay_of_upstreams_functions(timed):
     schedule, work, transfer = timed
     start, end = replay(schedule, work, transfer)

@@ -40,7 +40,6 @@ def drawn(rng):
     settings = PlanSettings(profile=pick("h100-fa2", "h100-fa2", "flops"), documents="whole" if whole else "windows")
     sharding = Sharding(
         cp_sharding=pick("auto", "auto", "hybrid", "paper", "per-document", "per-sequence"),
-        save_gathered_kv=bool(pick(0, 0, 1)),
         cp_gradients=pick("fp32", "model"),
     )
     size = count = dp * each  # windows of a step, and micro-batches

@@ -68,7 +68,7 @@ def times(
     each = [np.stack(direction) for direction in zip(*map(kernels, during), strict=True)]
     moved = costs.exchange.times(np.array([load.rows.max() for load in during]))
     ahead = costs.exchange.ahead * int(held.lengths.sum() // held.cp)
-    forward, backward = round_times(before, each, moved, kept=costs.kept, ahead=ahead)
+    forward, backward = round_times(before, each, moved, ahead=ahead)
     busy = [first + rounds.sum(axis=0) for first, rounds in zip(before, each, strict=True)]
     return busy, (float(forward), float(backward))
 
@@ -114,7 +114,7 @@ class Loads:
 
 
 def round_times(
-    own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool, ahead: float = 0.0
+    own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, ahead: float = 0.0
 ) -> Directions:
     """Return us of attention in rounds, forward and backward, float64 [...] each.
 
@@ -126,7 +126,6 @@ def round_times(
         own: forward and backward time of documents that are whole on a rank, float64 [..., cp] each.
         times: forward and backward time of every round with an exchange, float64 [..., rounds, cp] each.
         moved: times in which K and V arrive and gradients leave, float64 [..., rounds] each.
-        kept: K and V are kept from forward, and are not sent again.
         ahead: time in us by which backward's first K and V are prefetched.
     """
     arrive, leave = (np.moveaxis(each, -1, 0) for each in moved)
@@ -140,14 +139,13 @@ def round_times(
         free = begin + took
     done = free.max(axis=-1)
 
-    again = np.zeros_like(arrive) if kept else arrive
-    here = channel = np.maximum(again[0] - ahead, 0)
+    here = channel = np.maximum(arrive[0] - ahead, 0)
     free, last = np.zeros_like(free), np.zeros_like(here)
     for i, took in enumerate(backward):
         begin = np.maximum(free, here[..., None])
         if i + 1 < len(backward):
-            began = np.maximum(channel, begin.max(axis=-1)) + again[i + 1]
-            here, channel = (np.where(again[i + 1] > 0, began, before) for before in (here, channel))
+            began = np.maximum(channel, begin.max(axis=-1)) + arrive[i + 1]
+            here, channel = (np.where(arrive[i + 1] > 0, began, before) for before in (here, channel))
         free = np.maximum(begin + took, np.where(leave[i] > 0, last, 0)[..., None])
         last = channel = np.maximum(channel, free.max(axis=-1)) + leave[i]
     return done, np.maximum((free + own[1]).max(axis=-1), channel)

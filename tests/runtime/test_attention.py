@@ -98,18 +98,17 @@ def test_head_sizes_and_strided_inputs(backend):
     assert torch.equal(again, out)
 
 
-@covering(backend=BACKENDS, cp=[1, 2], save_gathered=[False, True])
-def test_what_is_saved_for_backward(backend, cp, save_gathered, silent_group):
-    """The local tensors, and with `save_gathered` K and V of all keys; none keeps the memory of another tensor."""
+@covering(backend=BACKENDS, cp=[1, 2])
+def test_what_is_saved_for_backward(backend, cp, silent_group):
+    """The local tensors; none keeps the memory of another tensor."""
     plan = per_document_plan(LENGTHS["mixed"], cp)
     metadata = ShardMetadata.build(plan, 0, backend.encode)
     q, k, v, _ = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
     fused = torch.cat((q, k, v), dim=1).requires_grad_()
-    group, options = silent_group if cp > 1 else None, AttentionOptions(backend=backend, save_gathered=save_gathered)
+    group, options = silent_group if cp > 1 else None, AttentionOptions(backend=backend)
     out = context_parallel_attention(*fused.split([8, 2, 2], dim=1), metadata, group, options)
     saved = [x for x in out.grad_fn.saved_tensors if x is not None]
-    gathered = 2 * len(metadata.parts[0].gather) * k[0].numel() if save_gathered and cp > 1 else 0
-    assert sum(x.numel() for x in saved) == 2 * q.numel() + 2 * k.numel() + q.shape[0] * q.shape[1] + gathered
+    assert sum(x.numel() for x in saved) == 2 * q.numel() + 2 * k.numel() + q.shape[0] * q.shape[1]
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in saved)
 
 

@@ -42,16 +42,14 @@ CPU = get_backend("cpu", "cpu")
 NUMBERS = {"fp32": (torch.float32, CPU), "bf16": (torch.bfloat16, CPU), "fp64": (torch.float64, Float64())}
 
 
-def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, gradients_in_fp32):
+def _attend(cp, way, numbers, heads, sizes, ahead, has_sink, gradients_in_fp32):
     """This rank's rows and out, dq, dk, dv of them; ranks are grouped cp by cp."""
     groups = [dist.new_group(range(i, i + cp)) for i in range(0, dist.get_world_size(), cp)]
     group = groups[dist.get_rank() // cp]
     sharding, keys_came_before, window = way
     plan = _plan(LENGTHS, sharding, cp)
     rows, (dtype, backend) = local_rows(plan, group.rank()), numbers
-    options = AttentionOptions(
-        backend=backend, scale=0.3, window=window, save_gathered=save_gathered, gradients_in_fp32=gradients_in_fp32
-    )
+    options = AttentionOptions(backend=backend, scale=0.3, window=window, gradients_in_fp32=gradients_in_fp32)
     metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode, windows=(None, 7))
     q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))
     sinks = (_sink(heads, dtype),) if has_sink else ()
@@ -83,26 +81,21 @@ def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, grad
 
 
 @covering(
-    ranks={"2": (2, 2), "3": (3, 3), "2 groups of 2": (4, 2), "8": (8, 8)},
+    ranks={"2": (2, 2), "3": (3, 3), "2 groups of 2": (4, 2)},
     way=WAYS,
     numbers=NUMBERS,
     heads={"GQA": (8, 2), "MHA": (4, 4)},
     sizes={"D=Dv": 16, "D>Dv": (24, 16)},
-    save_gathered=[False, True],
     ahead=[False, True],
     sink=[False, True],
     gradients_in_fp32=[True, False],
 )
-def test_processes_together_are_dense_attention(
-    ranks, way, numbers, heads, sizes, save_gathered, ahead, sink, gradients_in_fp32
-):
+def test_processes_together_are_dense_attention(ranks, way, numbers, heads, sizes, ahead, sink, gradients_in_fp32):
     world_size, cp = ranks
     dtype, window = numbers[0], way[-1]
     # Ranks round their shares of dK and dV before they add them up.
     tolerance = TOLERANCE[dtype] * (2 if way[1] and dtype == torch.bfloat16 else 1)
-    answers = run_world(
-        _attend, world_size, cp, way, numbers, heads, sizes, save_gathered, ahead, sink, gradients_in_fp32
-    )
+    answers = run_world(_attend, world_size, cp, way, numbers, heads, sizes, ahead, sink, gradients_in_fp32)
     sinks = (_sink(heads, dtype),) if sink else ()
     want = dense(*inputs(sum(LENGTHS), heads, sizes, dtype), LENGTHS, 0.3, window, *sinks)
     for i in range(0, world_size, cp):
@@ -174,8 +167,8 @@ def _calls(lengths, sharding, settings):
 
 @pytest.mark.parametrize(
     ("settings", "forward", "backward"),
-    [({}, "k", "kg"), ({"save_gathered": True}, "k", "g"), (BF16_GRADIENTS, "k", "kh")],
-    ids=["once each way", "kept", "bf16"],
+    [({}, "k", "kg"), (BF16_GRADIENTS, "k", "kh")],
+    ids=["once each way", "bf16"],
 )
 def test_collectives_of_forward_and_backward(settings, forward, backward):
     """K and V, k, as they are needed, and their gradients, g in fp32 or h in bf16, back to where they came from."""
@@ -199,10 +192,9 @@ def test_only_documents_on_several_ranks_are_exchanged():
     assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [([], [])] * 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"save_gathered": True}], ids=["plain", "kept"])
-def test_a_rank_whose_documents_live_nowhere_else_takes_part(settings):
+def test_a_rank_whose_documents_live_nowhere_else_takes_part():
     """Of the first document, ranks 0 and 1 hold a half each; all others are whole, on one rank."""
     lengths = [16] + [8] * 6
-    answers = run_world(_calls, 4, lengths, "per-sequence", settings)
+    answers = run_world(_calls, 4, lengths, "per-sequence", {})
     assert [moved for _, moved in answers] == [[(8, 0)], [(0, 8)], [(0, 0)], [(0, 0)]]
     assert len({len(calls) for calls, _ in answers}) == 1

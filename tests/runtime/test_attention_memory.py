@@ -48,11 +48,8 @@ def _peak(given, rank, lengths=(TOKENS,)):
     cp, model = given.parallel.cp, given.model
     group = SimpleNamespace(rank=lambda: rank, size=lambda: cp, wait=lambda: None)
     plan = shard(np.array(lengths, np.int64), given)
-    settings = {
-        "save_gathered": given.sharding.save_gathered_kv,
-        "gradients_in_fp32": given.sharding.cp_gradients == "fp32",
-    }
-    options = AttentionOptions(backend=FlashAttention2(), **settings)
+    in_fp32 = given.sharding.cp_gradients == "fp32"
+    options = AttentionOptions(backend=FlashAttention2(), gradients_in_fp32=in_fp32)
     metadata = ShardMetadata.build(plan, rank, options.backend.encode)
     dtype = {2: BF16, 4: FP32}[given.bytes_per_value]
     q, k, v = (
@@ -74,7 +71,6 @@ def _peak(given, rank, lengths=(TOKENS,)):
         (1, BF16, 2, {}),
         (2, BF16, 8, {}),
         (2, BF16, 2, {}),
-        (2, BF16, 8, {"save_gathered_kv": True}),
         (2, FP32, 8, {}),
         (4, BF16, 4, {}),
         (4, BF16, 8, {"cp_gradients": "model"}),

@@ -33,10 +33,9 @@ def gpu(rows: int, heads: int) -> torch.Tensor:
 
 
 def forward_and_backward() -> None:
-    cases = [*product(SHARDINGS.values(), (False, True), (None, 64)), (in_parts, False, None), (in_parts, True, None)]
-    for sharding, save_gathered, window in cases:
+    for sharding, window in (*product(SHARDINGS.values(), (None, 64)), (in_parts, None)):
         metadata = ShardMetadata.build(sharding(LENGTHS, CP), CP_RANK, AtenBackend.encode, windows=(window,))
-        options = AttentionOptions(backend=AtenBackend(), save_gathered=save_gathered, window=window)
+        options = AttentionOptions(backend=AtenBackend(), window=window)
         with FakeTensorMode() as mode:
             metadata = replace(metadata, integers=mode.from_tensor(metadata.integers)).to("cuda")
             q, k, v = (gpu(metadata.num_rows, heads) for heads in (HEADS[0], HEADS[1], HEADS[1]))

@@ -21,24 +21,18 @@ LENGTHS = np.array([5, 61, 18, 33, 1, 42, 24], np.int64)
 ENCODINGS = {"varlen": varlen, "te": TeBackend.encode, "cpu": CpuBackend.encode}
 
 
-@covering(encode=ENCODINGS, sharding=SHARDINGS, cp=[1, 2, 4])
-def test_rows_and_positions_follow_the_plan(encode, sharding, cp):
-    plan = sharding(LENGTHS, cp)
-    position = torch.cat([torch.arange(n) for n in LENGTHS])
-    for rank in range(cp):
-        metadata = ShardMetadata.build(plan, rank, encode)
-        assert torch.equal(metadata.positions, position[local_rows(plan, rank)])
-        assert metadata.num_rows == 184 // cp
-        rows = [np.arange(184 // cp)[documents.rows][c.rows] for documents in metadata.parts for c in documents.calls]
-        assert np.concatenate(rows).tolist() == [*range(184 // cp)]
-
-
 @covering(sharding=SHARDINGS, cp=[1, 2, 4])
-def test_packed_order_is_that_of_documents(sharding, cp):
-    """Rows of all ranks, one after the other, in packed order and back; documents without rows do not count."""
+def test_rows_and_positions_follow_the_plan(sharding, cp):
+    """Also in packed order: rows of all ranks, one after the other, and back. Documents without rows do not count."""
     plan = sharding(np.append(LENGTHS, 0), cp)
-    of_ranks = torch.cat([torch.as_tensor(local_rows(plan, rank)) for rank in range(cp)])
-    packed = ShardMetadata.build(plan, cp - 1, varlen, linear=True).packed
+    position = torch.cat([torch.arange(n) for n in LENGTHS])
+    of_ranks = torch.cat([local_rows(plan, rank) for rank in range(cp)])
+    for rank, rows in enumerate(of_ranks.split(184 // cp)):
+        metadata = ShardMetadata.build(plan, rank, varlen, linear=True)
+        assert torch.equal(metadata.positions, position[rows]) and metadata.num_rows == 184 // cp
+        called = [np.arange(184 // cp)[part.rows][call.rows] for part in metadata.parts for call in part.calls]
+        assert np.concatenate(called).tolist() == [*range(184 // cp)]
+    packed = metadata.packed
     assert torch.equal(of_ranks[packed.from_ranks], torch.arange(184))
     assert torch.equal(torch.arange(184)[packed.to_ranks], of_ranks)
     assert packed.cu_seqlens.tolist() == [0, *np.cumsum(LENGTHS)]

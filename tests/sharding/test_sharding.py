@@ -45,7 +45,6 @@ SHARDINGS = {
     "hybrid, shared": lambda lengths, cp: hybrid(lengths, cp, 1 / 4, COARSE),
     "hybrid, spread over all": lambda lengths, cp: hybrid(lengths, cp, 0, COARSE),
 }
-shardings = pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 
 
 @st.composite
@@ -58,14 +57,15 @@ def micro_batches(draw, max_length=10**6):
     return np.array(lengths + [padding] * (padding > 0), np.int64), cp
 
 
-small = micro_batches(max_length=60)
+plans = st.builds(lambda how, case: how(*case), st.sampled_from(list(SHARDINGS.values())), micro_batches(max_length=60))
+twice_as_many = settings(max_examples=2 * settings().max_examples)
 
 
 def segments_of(shard):
     return [tuple(map(int, row)) for call in shard.calls for row in call]
 
 
-@shardings
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 @given(micro_batches())
 @example((np.array([32], np.int64), 16))
 @example((np.array([1] * 32, np.int64), 16))
@@ -88,23 +88,21 @@ def test_shards_partition_the_micro_batch_into_equal_shares(sharding, case):
         assert all((np.diff(call["document"]) > 0).all() for call in held.calls)
 
 
-@shardings
-@given(small)
-def test_rows_and_positions(sharding, case):
-    lengths, cp = case
-    begins = document_begins(lengths)
-    for held in sharding(lengths, cp).shards:
+@twice_as_many
+@given(plans)
+def test_rows_and_positions(plan):
+    begins = document_begins(plan.lengths)
+    for held in plan.shards:
         expected = [(d, i) for d, start, stop in segments_of(held) for i in range(start, stop)]
-        assert rows(lengths, held).tolist() == [begins[d] + i for d, i in expected]
+        assert rows(plan.lengths, held).tolist() == [begins[d] + i for d, i in expected]
         assert positions(held).tolist() == [i for _, i in expected]
 
 
-@shardings
-@given(small, st.integers(0, 12))
-@example((np.array([4] * 8, np.int64), 2), 1)
-def test_the_exchange_brings_every_key_and_takes_every_gradient_home(sharding, case, window):
-    lengths, cp = case
-    plan = regrouped(sharding(lengths, cp))
+@twice_as_many
+@given(plans, st.integers(0, 12))
+@example(per_sequence(np.array([4] * 8, np.int64), 2), 1)
+def test_the_exchange_brings_every_key_and_takes_every_gradient_home(plan, window):
+    plan, lengths, cp = regrouped(plan), plan.lengths, len(plan.shards)
     begins = document_begins(lengths)
     for number in {*plan.rounds, *plan.rounds_of(window)}:
         moved = [exchange(plan, rank, number) for rank in range(cp)]
@@ -132,12 +130,11 @@ def keys_of(segments, window):
     return {(d, i) for d, start, stop in segments for i in range(max(0, start - window), stop)}
 
 
-@shardings
-@given(small)
-def test_parts_bring_every_key_of_other_ranks_once(sharding, case):
+@twice_as_many
+@given(plans)
+def test_parts_bring_every_key_of_other_ranks_once(plan):
     """What a rank sends in a part is what the other expects, and all parts together are what moves at once."""
-    lengths, cp = case
-    plan = regrouped(sharding(lengths, cp), (0.0, 0.1, 0.5, 1.0))
+    plan, cp = regrouped(plan, (0.0, 0.1, 0.5, 1.0)), len(plan.shards)
     received = np.zeros(cp, np.int64)
     for number in plan.rounds:
         moved = [exchange(plan, rank, number) for rank in range(cp)] if isinstance(number, Share) else []
@@ -148,12 +145,11 @@ def test_parts_bring_every_key_of_other_ranks_once(sharding, case):
     assert received.tolist() == moved_rows(plan)[:, 0].tolist()
 
 
-@shardings
-@given(small, st.none() | st.integers(0, 12))
-@example((np.array([4] * 8, np.int64), 2), None)
-def test_moved_rows_are_the_keys_that_others_hold(sharding, case, window):
-    lengths, cp = case
-    plan = sharding(lengths, cp)
+@twice_as_many
+@given(plans, st.none() | st.integers(0, 12))
+@example(per_sequence(np.array([4] * 8, np.int64), 2), None)
+def test_moved_rows_are_the_keys_that_others_hold(plan, window):
+    cp = len(plan.shards)
     held, seen = ([set() for _ in range(cp)] for _ in range(2))
     for rank, each in enumerate(plan.shards):
         for document, start, stop in segments_of(each):
@@ -173,12 +169,12 @@ def test_a_window_receives_a_window_for_each_of_its_pieces():
     assert busiest == {None: 114_688, 127: 254, 1023: 2046, 4095: 8190}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@given(micro_batches(), st.sampled_from(KERNELS))
-@example((np.array([1] * 64, np.int64), 16), H100)
-@example((np.array([131072], np.int64), 4), H100)
-@example((np.array([70000, 61072], np.int64), 4), H100)
-def test_the_choice_is_as_by_the_reference(strategy, case, kernel):
+@twice_as_many
+@given(micro_batches(), st.sampled_from(list(STRATEGIES)), st.sampled_from(KERNELS))
+@example((np.array([1] * 64, np.int64), 16), "auto", H100)
+@example((np.array([131072], np.int64), 4), "auto", H100)
+@example((np.array([70000, 61072], np.int64), 4), "auto", H100)
+def test_the_choice_is_as_by_the_reference(case, strategy, kernel):
     assert_equal(divide(*case, strategy, kernel), by_reference(divide, *case, strategy, kernel))
 
 
@@ -205,7 +201,7 @@ def jobs(draw):
     if changes["cp_exchange"] == "latents":
         changes["model"] = replace(changes["model"], kv_lora_rank=512)
     changes["model"] = replace(changes["model"], window=128, pattern=draw(st.sampled_from("*W")))
-    return job(context_length=3 << 16, save_gathered_kv=draw(st.booleans()), **changes)
+    return job(context_length=3 << 16, **changes)
 
 
 job_lengths = st.lists(
@@ -213,14 +209,11 @@ job_lengths = st.lists(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(job_lengths, jobs())
 @example([], job(cp=4, context_length=3 << 16))
 def test_a_job_is_sharded_as_by_the_reference(lengths, planned):
-    assert_same_shards(np.array(lengths, np.int64), planned)
-
-
-def assert_same_shards(lengths, planned):
+    lengths = np.array(lengths, np.int64)
     assert_equal(shard(lengths, planned), by_reference(shard, lengths, planned))
 
 
@@ -235,27 +228,17 @@ def test_a_micro_batch_is_padded_once_at_its_end(lengths, cp, tp):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "cp", "strategies", "message"),
-    [
-        ([3], 2, ["per-sequence"], "has 3 tokens; it must be a multiple of 4"),
-        ([], 2, ["per-sequence"], "the micro-batch is 0"),
-        ([4, 0], 2, ["per-sequence"], "length is 0"),
-        ([4, -4], 2, ["per-sequence"], "length is -4"),
-        ([1 << 62, 1 << 62], 2, ["hybrid"], "length is"),
-        ([1 << 26, 1 << 26], 2, ["hybrid"], "the micro-batch is"),
-        ([4], 0, ["per-sequence"], "cp_size is 0"),
-        ([4], 2, ["best"], "unknown sharding best"),
-        ([4], 2, [], "nothing is tried"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused(lengths, cp, strategies, message):
-    with pytest.raises(ValueError, match=message):
-        _native.choose_sharding(np.array(lengths, np.int64), cp, strategies, [1.0], FLOPS, None)
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"length": [3]}, "has 3 tokens; it must be a multiple of 4"),
+        ({"length": []}, "the micro-batch is 0"),
+        ({"length": [4, 0]}, "length is 0"),
+        ({"length": [4, -4]}, "length is -4"),
+        ({"length": [1 << 62, 1 << 62]}, "length is"),
+        ({"length": [1 << 26, 1 << 26]}, "the micro-batch is"),
+        ({"cp_size": 0}, "cp_size is 0"),
+        ({"strategies": ["best"]}, "unknown sharding best"),
+        ({"strategies": []}, "nothing is tried"),
         ({"kernel": replace(FLOPS, tile_rows=2)}, "rounds have tiles of another size"),
         ({"costs": replace(COSTS, backward=COARSE)}, "forward and backward have tiles of different sizes"),
         ({"costs": replace(COSTS, shares=((0.0,),))}, "shares must be two or more from 0 to 1"),
@@ -263,15 +246,10 @@ def test_what_cannot_be_sharded_is_refused(lengths, cp, strategies, message):
         ({"costs": replace(COSTS, shares=((0.0, np.nan),))}, "shares must be two or more from 0 to 1"),
     ],
 )
-def test_rounds_that_cannot_be_are_refused(changes, message):
-    arguments = {
-        "length": np.array([8], np.int64),
-        "cp_size": 2,
-        "strategies": ["per-sequence"],
-        "most_shares": [],
-        "kernel": FLOPS,
-        "costs": COSTS,
-    }
-    _native.choose_sharding(**arguments)
+def test_what_cannot_be_sharded_is_refused(changes, message):
+    def chosen(length=(8,), cp_size=2, strategies=("per-sequence",), kernel=FLOPS, costs=COSTS):
+        _native.choose_sharding(np.array(length, np.int64), cp_size, strategies, [], kernel, costs)
+
+    chosen()
     with pytest.raises(ValueError, match=message):
-        _native.choose_sharding(**arguments | changes)
+        chosen(**changes)

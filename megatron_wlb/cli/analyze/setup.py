@@ -204,7 +204,7 @@ class Setup:
         a = self.run.arguments
         dispatcher = a.moe_token_dispatcher_type or job.moe_dispatcher
         job = replace(job, moe_dispatcher=dispatcher, fp8_attention=a.fp8_dot_product_attention)
-        return job.sharded(cp_sharding=MEGATRON[name], save_gathered_kv=False)
+        return job.sharded(cp_sharding=MEGATRON[name])
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """Yield `count` steps as a scheme would train them, after a warm-up if it delays."""

@@ -19,7 +19,6 @@ BACKENDS: dict[str, type[Backend]] = {
 }
 OF_MEGATRON = {"flash": ("flash_attn_3", "aten"), "fused": ("te",)}
 """Backends by Megatron's `--attention-backend`: FlashAttention, or cuDNN as TransformerEngine calls it; auto: any."""
-_HOPPER = (9, 0)
 _PREFERENCE = {"cuda": ("aten", "te"), "cpu": ("cpu",)}
 _PREFERENCE_ON_HOPPER = ("flash_attn_3", "te", "aten")
 
@@ -62,7 +61,7 @@ def choose_backend(device_type: str, head_sizes: tuple[int, int], asked: str = "
 
 
 def _preference(device_type: str) -> tuple[str, ...]:
-    if device_type != "cuda" or torch.cuda.get_device_capability() < _HOPPER:
+    if device_type != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         return _PREFERENCE.get(device_type, ())
     if torch.are_deterministic_algorithms_enabled():
         return (*(name for name in _PREFERENCE_ON_HOPPER if name != "te"), "te")

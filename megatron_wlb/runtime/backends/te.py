@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_wlb.runtime.backends.protocol import Encoded, KernelArgs, check_head_size, import_for, offsets, owned
 
 _MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
-_KINDS = {"attn_bias_type": "no_bias", "dropout": 0.0}
 _LEAST_ENTRIES = 32
 # Since 2.15 the layouts of results are arguments; before, the dtype of the gradients was.
 _FORMATS_OF_RESULTS = {"o_format": "thd", "do_format": "thd"}
@@ -113,7 +112,8 @@ class TeBackend:
             "window_size": (-1 if args.window is None else args.window, 0 if args.causal else -1),
             "attn_mask_type": "padding_causal_bottom_right" if args.causal else "padding",
             "qkv_layout": layout,
-            **_KINDS,
+            "attn_bias_type": "no_bias",
+            "dropout": 0.0,
         }
 
 
