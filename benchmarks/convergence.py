@@ -240,7 +240,7 @@ def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
         if trainer.tokens * MEASUREMENTS // scale.tokens > before * MEASUREMENTS // scale.tokens:
             validations.append({"tokens": trainer.tokens, **trainer.validate(held_out, validation)})
     delays = sum((Counter(m.delays) for m in measured), Counter())
-    summary = asdict(metrics.summarise(measured, num_waiting=packed.num_waiting))
+    summary = metrics.summarise(measured)
     return {
         "variant": variant,
         "seed": seed,

@@ -26,9 +26,8 @@ HALF_WIDTH_PERCENT = 0.4
 """Goal for the interval of a difference: so many seeds are enough."""
 JUDGED = ("wlb", "delay")
 """Variants that should be equivalent."""
-SAME = ("late_steps", "spread_steps", "token_cv", "long_share_mean", "long_share_std")
-MEASURES = {"optimizer_steps": "steps", "imbalance": "imbalance_mean"} | {name: name for name in SAME}
-"""Columns that are means over seeds of fields of `metrics.Summary`."""
+MEASURES = {"imbalance": "imbalance_mean", "late_steps": "late_steps", "token_cv": "token_cv"}
+"""Columns that are means over seeds of `metrics.summarise`."""
 COLORS = {
     "original": "#000000",
     "original-shuffled": "#8c8c8c",

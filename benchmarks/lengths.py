@@ -8,7 +8,7 @@ import numpy as np
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Packing, Parallel
-from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.model import MODELS, shape
 from megatron_wlb.plan.mock import F2
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples, windows
@@ -69,16 +69,9 @@ def attention_job(window: int, heads: tuple[int, int], cp: int = 1, **changes: A
     A micro-batch for every one of four data-parallel ranks, so that packing makes them alike. `changes` are arguments
     of `make_job`.
     """
-    model = ModelShape(
-        num_layers=1,
-        hidden_size=1,
-        ffn_hidden_size=1,
-        num_attention_heads=heads[0],
-        num_query_groups=heads[1],
-        padded_vocab_size=0,
-    )
-    sizes = {"context_length": window, "global_batch_size": 4, "parallel": Parallel(cp=cp, dp=4)}
-    return make_job(**{"model": model, "crossover_tokens": CROSSOVER, "cp_exchange": "all"} | sizes | changes)
+    given = {"model": shape(1, 1, 1, *heads, 0), "crossover_tokens": CROSSOVER, "cp_exchange": "all"}
+    given |= {"context_length": window, "global_batch_size": 4, "parallel": Parallel(cp=cp, dp=4)}
+    return make_job(**given | changes)
 
 
 def micro_batches(window: int, packing: Packing, count: int) -> list[np.ndarray]:

@@ -7,9 +7,7 @@ Times are of the CPU: of the core, which chooses and places documents, and of al
 benchmarks/results/packing.json and docs/packing.png.
 """
 
-import statistics
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from benchmarks import metrics, results
 from benchmarks.fixed import FixedPacking
 from benchmarks.ilp import IlpPacking
 from benchmarks.lengths import CROSSOVER, WINDOW, distributions, f2, job_7b, packer, samples
-from benchmarks.peers import KarmarkarKarp
 from benchmarks.results import Row, at_most
 from megatron_wlb import _native
 from megatron_wlb.job import Job, Packing, Parallel
@@ -66,14 +63,13 @@ def policies(window: int) -> dict[str, Packing]:
     """Every policy that runs on all settings, by label."""
     every: dict[str, Packing] = {"original": OriginalPacking()}
     every |= {f"fixed, {k} global batches": FixedPacking(global_batches=k) for k in (1, 2, 4, 8)}
-    every["Karmarkar-Karp, no S_max"] = KarmarkarKarp()
     for tuning in TUNINGS:
         label = f"Algorithm 1, {'/'.join(f'{share:g}' for share in tuning)}"
         every[label] = WlbPacking(outlier_thresholds=tuple(round(share * window) for share in tuning))
     return every | {"adaptive": AdaptivePacking(), DELAY: AdaptivePacking(max_delay_steps=30)}
 
 
-def measure(job: Job, lengths: np.ndarray, steps: int) -> metrics.Summary:
+def measure(job: Job, lengths: np.ndarray, steps: int) -> Row:
     """Balance, order and times of `steps` steps; samples repeat if they end."""
     packs, measured = packer(lengths, job), []
     for _ in range(steps):
@@ -81,7 +77,7 @@ def measure(job: Job, lengths: np.ndarray, steps: int) -> metrics.Summary:
         step = packs.next()
         milliseconds = (time.perf_counter() - begin) * 1e3
         measured.append(metrics.measure(step.batch, step.step, job, milliseconds))
-    return metrics.summarise(measured, num_waiting=step.num_waiting)
+    return metrics.summarise(measured)
 
 
 def quality(quick: bool) -> list[Row]:
@@ -94,10 +90,10 @@ def quality(quick: bool) -> list[Row]:
     rows = []
     for name, lengths, window, n, s_max, label, packing in track(jobs, "packing", console=Console(stderr=True)):
         independent = not label.startswith(("Algorithm", "adaptive"))
-        if (independent and s_max != 1.25) or (n == 64 and label.startswith("Karmarkar")):
-            continue  # S_max changes nothing; and one step of differencing on 64 sets takes seconds in Python
+        if independent and s_max != 1.25:
+            continue  # S_max changes nothing
         summary = measure(job_7b(n, window, packing=packing, max_tokens=round(s_max * window)), lengths, steps)
-        rows.append({"data": name, "N": n, "S_max": s_max, "window": window, "policy": label, **asdict(summary)})
+        rows.append({"data": name, "N": n, "S_max": s_max, "window": window, "policy": label, **summary})
     return rows
 
 
@@ -108,7 +104,7 @@ def solver_rows(quick: bool) -> list[Row]:
         packing, steps = IlpPacking(global_batches=k), 4 * k if quick else 12 * k
         summary = measure(job_7b(packing=packing, max_tokens=WINDOW), f2(200_000, 0), steps)
         label = f"solver, {k} global batches, {packing.time_limit_seconds:g} s limit, {steps} steps"
-        rows.append({"data": "F2", "N": 4, "S_max": 1.0, "window": WINDOW, "policy": label, **asdict(summary)})
+        rows.append({"data": "F2", "N": 4, "S_max": 1.0, "window": WINDOW, "policy": label, **summary})
     return rows
 
 
@@ -121,7 +117,8 @@ def timings(quick: bool) -> list[Row]:
             jobs[", PP=4 VPP=8"] = job_7b(n, parallel=Parallel(tp=8, cp=2, pp=4, vpp=8, dp=n // 16))
         for layout, job in jobs.items():
             for what, times in zip(("planning", "core"), step_times(lengths, job, steps), strict=True):
-                rows.append({"what": f"{what}, N={n}{layout}", **spread(times[len(times) // 10 :])})
+                ms = [1e3 * seconds for seconds in times[len(times) // 10 :]]
+                rows.append({"what": f"{what}, N={n}{layout}", **results.spread("median_ms", ms)})
     return rows
 
 
@@ -142,10 +139,6 @@ def step_times(lengths: np.ndarray, job: Job, steps: int) -> tuple[list[float], 
             plan_packed(packs.next(), job, 0)
             whole.append(time.process_time() - begin)
     return whole, times
-
-
-def spread(seconds: list[float]) -> Row:
-    return {f"{f.__name__}_ms": f(seconds) * 1e3 for f in (statistics.median, min, max)}
 
 
 def goals(rows: list[Row], times: list[Row]) -> list[results.Goal]:
@@ -193,7 +186,7 @@ def draw(rows: list[Row], folder: Path) -> Path:
 def main() -> None:
     args = results.parser(__doc__, "a minute: N = 4, fewer steps").parse_args()
     rows, times = quality(args.quick) + solver_rows(args.quick), timings(args.quick)
-    measures = ("imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps", "spread_steps", "max_delay_steps")
+    measures = ("imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps", "max_delay_steps")
     results.show(rows, ("data", "N", "S_max", "policy", *measures, "token_cv", "plan_ms_median"))
     results.show(times)
     settings = {"window": WINDOW, "crossover": CROSSOVER, "steps": 300, "seed": 0, "timings": times}

@@ -177,7 +177,7 @@ class Measured(NamedTuple):
     work: np.ndarray
     exchange: float
     """Share of the time."""
-    summary: metrics.Summary
+    summary: Row
 
 
 def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Measured:
@@ -194,7 +194,7 @@ def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Me
         exchange += breakdown(step).exchange
         summaries.append(metrics.measure(batch, packed.step, job))
     time, limit, work = np.array(times).T
-    return Measured(time, limit, work, exchange / time.sum(), metrics.summarise(summaries, num_waiting=0, skip=0))
+    return Measured(time, limit, work, exchange / time.sum(), metrics.summarise(summaries, skip=0))
 
 
 def over(ring: Measured, other: Measured, *, same_steps: bool) -> tuple[float, float]:
@@ -225,7 +225,7 @@ def rows_of(case: Case, steps: int) -> list[Row]:
         row["ms"] = of.time.mean() / 1e3
         ratio, error = over(found[RING], of, same_steps=not job.packing.delays)
         row |= {f"over {RING}": ratio, f"over {RING}, error": error, "exchange": of.exchange}
-        rows.append(row | {"late_steps": of.summary.late_steps, "token_cv": of.summary.token_cv})
+        rows.append(row | {name: of.summary[name] for name in ("late_steps", "token_cv")})
     per_work = {scheme: (of.limit.sum() / of.work.sum(), of.work.sum() / of.time.sum()) for scheme, of in found.items()}
     least = min(limit for scheme, (limit, _) in per_work.items() if scheme != ACROSS)
     for row in rows:

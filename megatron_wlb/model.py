@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -279,16 +279,10 @@ class ModelShape:
         return max(1, self.num_attention_heads // tp), max(1, self.num_query_groups // tp)
 
 
-def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, **rest: int) -> ModelShape:
-    return ModelShape(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        padded_vocab_size=vocab,
-        **rest,  # type: ignore[arg-type]
-    )
+def shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, **rest: Any) -> ModelShape:
+    """Return a shape of these sizes; `rest` are other fields of `ModelShape`."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "padded_vocab_size": vocab}
+    return ModelShape(**sizes, num_attention_heads=heads, num_query_groups=groups, **rest)
 
 
 def latent_sizes(
@@ -307,15 +301,15 @@ def latent_sizes(
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 _V2_LITE, _V3 = (latent_sizes(q_lora_rank=rank, **_DEEPSEEK) for rank in (None, 1536))
 MODELS = {
-    "550m": _shape(24, 1280, 3456, 10, 10, 32000),
-    "llama2-7b": _shape(32, 4096, 11008, 32, 32, 32000),
-    "llama3-8b": _shape(32, 4096, 14336, 32, 8, 128256),
-    "30b": _shape(48, 7168, 19200, 56, 56, 32000),
-    "codellama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
-    "llama2-70b": _shape(80, 8192, 28672, 64, 8, 32000),
-    "llama3-405b": _shape(126, 16384, 53248, 128, 8, 128256),
-    "deepseek-v2-lite": _shape(27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, **_V2_LITE),
-    "deepseek-v3": _shape(61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, **_V3),
+    "550m": shape(24, 1280, 3456, 10, 10, 32000),
+    "llama2-7b": shape(32, 4096, 11008, 32, 32, 32000),
+    "llama3-8b": shape(32, 4096, 14336, 32, 8, 128256),
+    "30b": shape(48, 7168, 19200, 56, 56, 32000),
+    "codellama-34b": shape(48, 8192, 22016, 64, 8, 32000),
+    "llama2-70b": shape(80, 8192, 28672, 64, 8, 32000),
+    "llama3-405b": shape(126, 16384, 53248, 128, 8, 128256),
+    "deepseek-v2-lite": shape(27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, **_V2_LITE),
+    "deepseek-v3": shape(61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, **_V3),
 }
 """llama2-7b, codellama-34b, llama2-70b: published (Touvron et al. 2023, Roziere et al. 2023); llama3-8b, llama3-405b:
 The Llama 3 Herd of Models, table 3; deepseek-v2-lite, deepseek-v3: their technical reports (2024), but with experts in
