@@ -30,15 +30,7 @@ from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import plan_packed
 
-TUNINGS = (
-    (1 / 2,),
-    (1 / 4,),
-    (1 / 4, 1 / 2),
-    (1 / 2, 3 / 4),
-    (3 / 8, 5 / 8, 7 / 8),
-    (1 / 8, 1 / 4, 1 / 2),
-    (0.5, 0.95),
-)
+TUNINGS = ((1 / 2,), (1 / 4,), (1 / 4, 1 / 2), (1 / 2, 3 / 4), (3 / 8, 5 / 8, 7 / 8), (1 / 8, 1 / 4, 1 / 2), (0.5, 0.95))
 """Thresholds of Algorithm 1 in shares of the window."""
 DELAY = "adaptive, delay"
 MOST_DELAY = {
