@@ -1,6 +1,5 @@
 """Shapes of decoder-only models, by Megatron's names for their sizes."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,10 +10,6 @@ import numpy as np
 FULL, WINDOWED, MLP, EXPERTS, DELTA_NET, MAMBA = "*", "W", "-", "E", "G", "M"
 """Kinds of layers, and parts of them: attention to all of a document or in a window, an MLP, experts, a gated delta
 net, Mamba."""
-
-
-MOST_CROSSOVER = 1 << 24
-"""Of a model without attention; work stays within 64 bits."""
 
 
 class Matrix(NamedTuple):
@@ -35,10 +30,9 @@ class Matrix(NamedTuple):
 
     def shape(self, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, float, float]:
         """Return rows, outputs and inputs of the product on one of so many tensor-parallel ranks."""
-        of = {
-            name: 1 / (ranks * self.copies) if name == self.divided else 1.0 for name in ("rows", "outputs", "inputs")
-        }
-        return rows * self.copies * of["rows"], self.outputs * of["outputs"], self.inputs * of["inputs"]
+        sizes = {"rows": rows * self.copies, "outputs": self.outputs, "inputs": self.inputs}
+        sizes[self.divided] = sizes[self.divided] * (1 / (ranks * self.copies))
+        return sizes["rows"], sizes["outputs"], sizes["inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,11 +192,6 @@ class ModelShape:
         ]
 
     @property
-    def expanded_weights(self) -> int:
-        """Weights of the matrix from latents to keys and values, or 0."""
-        return math.prod(self.projections[2]) if self.kv_lora_rank else 0
-
-    @property
     def qkv_weights(self) -> int:
         return sum(outputs * inputs for outputs, inputs in self.projections)
 
@@ -267,9 +256,10 @@ class ModelShape:
 
     @property
     def crossover_tokens(self) -> int:
-        """Crossover length Lc by FLOPs: 2 per weight; QK^T and PV over half."""
+        """Crossover length Lc by FLOPs: 2 per weight; QK^T and PV over half. 1 << 24 without attention: work stays
+        within 64 bits."""
         pair = (self.query_size + self.output_size) * self.attention_layers
-        return max(1, 2 * self.token_weights * self.num_layers // pair) if pair else MOST_CROSSOVER
+        return max(1, 2 * self.token_weights * self.num_layers // pair) if pair else 1 << 24
 
     def kv_values_per_rank(self, tp: int) -> int:
         return self.heads_per_rank(tp)[1] * sum(self.head_sizes)
