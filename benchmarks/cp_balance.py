@@ -125,14 +125,12 @@ def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float
 
     jobs = {OURS: job, "wlb, all-gather": peer("paper", "all")}
     jobs |= {"per-sequence, ring": peer("per-sequence", "ring"), RING: peer("per-document", "ring")}
-    plans = {name: [shard(lengths, given) for lengths in made] for name, given in jobs.items()}
-    passes = {name: pass_times(jobs[name], plans[name]).layers for name in (OURS, "wlb, all-gather")}
+    passes = {name: pass_times(given, [shard(lengths, given) for lengths in made]) for name, given in jobs.items()}
     timed = {
-        name: (sum((each.total - each.tensor).sum() for each in both), sum(each.exchange.sum() for each in both))
-        for name, both in passes.items()
+        name: (sum((each.total - each.tensor).sum() for each in of.layers), sum(each.exchange.sum() for each in of.layers))
+        for name, of in passes.items()
     }
-    tokens = sum(plan.lengths.sum() for plan in plans[OURS]) / cp
-    linear = np.array([[each.linear.sum() / tokens] for each in passes[OURS]])
+    linear = np.array([[each.linear.sum() / passes[OURS].rows.sum()] for each in passes[OURS].layers])
 
     def add(name: str, times: Callable[..., tuple[np.ndarray, np.ndarray]], plans: Iterable[ShardPlan]) -> None:
         each = [(plan, *times(plan, job)) for plan in plans]
@@ -140,12 +138,10 @@ def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float
         took = (busy + [added for _, _, added in each]).max(axis=2)
         timed[name] = took.sum(), (took - busy.max(axis=2)).sum()
 
-    add("per-sequence, ring", partial(cp_peers.ring_times, whole=True), plans["per-sequence, ring"])
-    add(RING, partial(cp_peers.ring_times, whole=True), plans[RING])
     add("MagiAttention", cp_peers.magi_times, (cp_peers.magi(lengths, cp) for lengths in made))
     steps = (np.concatenate(step) for step in itertools.batched(made, PER_STEP))
     dynamic = (cp_peers.dynamic(step, cp, job.context_length, job.crossover_tokens) for step in steps)
-    add("dynamic CP", partial(cp_peers.ring_times, whole=False), dynamic)
+    add("dynamic CP", cp_peers.ring_times, dynamic)
     tiles, query_tiles = np.sum([kernels[0].count(whole(lengths)) for lengths in made], axis=0) / cp
     attention = sum(kernel.time(len(made), tiles, query_tiles) for kernel in kernels)
     timed[LIMIT] = float(attention + linear.sum() * sum(lengths.sum() for lengths in made) / cp), 0.0

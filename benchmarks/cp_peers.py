@@ -107,17 +107,14 @@ def dynamic(lengths: np.ndarray, cp: int, room: int | None = None, crossover_tok
     return ShardPlan(lengths=lengths, shards=tuple(shards), strategy="dynamic")
 
 
-def ring_times(plan: ShardPlan, job: Job, *, whole: bool) -> tuple[np.ndarray, np.ndarray]:
+def ring_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
     """Kernels of attention in rings, and the time that hops add, [2, cp] each; every part of K and V is a launch.
 
-    With `whole` a single ring of all ranks carries all documents. Without, documents of the same ranks share a ring,
-    which reaches from the first rank that holds one to the last.
+    Documents of the same ranks share a ring, which reaches from the first rank that holds one to the last.
     """
     held, kernels, ring = Ownership(plan), attention_kernels(job), replace(job, cp_exchange="ring")
     tiles, lives = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)), held.holds
     rings = np.stack((lives.argmax(axis=1), held.cp - lives[:, ::-1].argmax(axis=1)), axis=1)
-    if whole:
-        rings[:] = 0, held.cp
     attention, added = np.zeros((2, 2, held.cp))
     for first, stop in np.unique(rings, axis=0).tolist():
         documents, size = (rings == (first, stop)).all(axis=1), stop - first
