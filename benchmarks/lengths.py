@@ -33,34 +33,17 @@ def distca() -> np.ndarray:
     return np.load(DATA / "dist_wlbllm.npz")["lengths"].astype(np.int64)
 
 
-def distributions(count: int) -> dict[str, tuple[np.ndarray, int]]:
-    """Lengths and window by name."""
-    rng = np.random.default_rng(7)
-    log_normal = rng.lognormal(8.5, 1.5, count)
-    humps = np.where(rng.random(count) < 0.02, rng.normal(90_000, 15_000, count), 3_000)
-    return {
-        "F2": (f2(count, 0), WINDOW),
-        "dist_wlbllm": (distca(), WINDOW),
-        "log-normal": (np.clip(log_normal, 16, WINDOW).astype(np.int64), WINDOW),
-        "two humps": (np.clip(humps, 16, WINDOW).astype(np.int64), WINDOW),
-    }
-
-
 def samples(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> Samples:
     """Windows cut from documents of `lengths`, by default in order, again and again."""
     part = windows(lengths, window, seed=0 if shuffle else None)
     return Samples(parts=[part], context_length=window, order=lambda places: places % len(part))
 
 
-def job_7b(global_batch_size: int = 4, window: int = WINDOW, **changes: Any) -> Job:
-    """LLaMA2-7B, whose crossover is scaled with the window, a micro-batch for every data-parallel rank.
-
-    `changes` are arguments of `make_job`.
-    """
-    sizes = {"parallel": Parallel(dp=global_batch_size), "global_batch_size": global_batch_size}
-    sizes |= {"context_length": window, "max_tokens": round(S_MAX * window)}
-    crossover = CROSSOVER * window // WINDOW
-    return make_job(**{"model": MODELS["llama2-7b"], "crossover_tokens": crossover} | sizes | changes)
+def job_7b(global_batch_size: int = 4, **changes: Any) -> Job:
+    """LLaMA2-7B, a micro-batch for every data-parallel rank; `changes` are arguments of `make_job`."""
+    given = {"model": MODELS["llama2-7b"], "crossover_tokens": CROSSOVER, "max_tokens": round(S_MAX * WINDOW)}
+    given |= {"context_length": WINDOW, "global_batch_size": global_batch_size}
+    return make_job(**given | {"parallel": Parallel(dp=global_batch_size)} | changes)
 
 
 def attention_job(window: int, heads: tuple[int, int], cp: int = 1, **changes: Any) -> Job:

@@ -20,7 +20,7 @@ from rich.progress import track
 from benchmarks import metrics, results
 from benchmarks.fixed import FixedPacking
 from benchmarks.ilp import IlpPacking
-from benchmarks.lengths import CROSSOVER, WINDOW, distributions, f2, job_7b, packer, samples
+from benchmarks.lengths import CROSSOVER, WINDOW, distca, f2, job_7b, packer, samples
 from benchmarks.results import Row, at_most
 from megatron_wlb import _native
 from megatron_wlb.job import Job, Packing, Parallel
@@ -51,13 +51,22 @@ MOST_DELAY = {
 MOST_MS = {"core, N=4": 0.5, "core, N=2048": 50, "planning, N=16": 3, "planning, N=2048": 60}
 
 
-def policies(window: int) -> dict[str, Packing]:
+def distributions(count: int) -> dict[str, np.ndarray]:
+    """Lengths by name, int64 [count] but for DistCA's sample."""
+    rng = np.random.default_rng(7)
+    log_normal = rng.lognormal(8.5, 1.5, count)
+    humps = np.where(rng.random(count) < 0.02, rng.normal(90_000, 15_000, count), 3_000)
+    drawn = {name: np.clip(x, 16, WINDOW).astype(np.int64) for name, x in (("log-normal", log_normal), ("two humps", humps))}
+    return {"F2": f2(count, 0), "dist_wlbllm": distca(), **drawn}
+
+
+def policies() -> dict[str, Packing]:
     """Every policy that runs on all settings, by label."""
     every: dict[str, Packing] = {"original": OriginalPacking()}
     every |= {f"fixed, {k} global batches": FixedPacking(global_batches=k) for k in (1, 2, 4, 8)}
     for tuning in TUNINGS:
         label = f"Algorithm 1, {'/'.join(f'{share:g}' for share in tuning)}"
-        every[label] = WlbPacking(outlier_thresholds=tuple(round(share * window) for share in tuning))
+        every[label] = WlbPacking(outlier_thresholds=tuple(round(share * WINDOW) for share in tuning))
     return every | {"adaptive": AdaptivePacking(), DELAY: AdaptivePacking(max_delay_steps=30)}
 
 
@@ -75,17 +84,17 @@ def measure(job: Job, lengths: np.ndarray, steps: int) -> Row:
 def quality(quick: bool) -> list[Row]:
     """Rows of the big table."""
     steps = 60 if quick else 300
-    jobs = []
-    for name, (lengths, window) in distributions(200_000 if quick else 900_000).items():
-        for n, s_max in MOST_DELAY if name == "F2" and not quick else ((4, 1.25),):
-            jobs += [(name, lengths, window, n, s_max, *policy) for policy in policies(window).items()]
+    jobs = [
+        (name, lengths, n, s_max, *policy)
+        for name, lengths in distributions(200_000 if quick else 900_000).items()
+        for n, s_max in (MOST_DELAY if name == "F2" and not quick else ((4, 1.25),))
+        for policy in policies().items()
+        if s_max == 1.25 or policy[0].startswith(("Algorithm", "adaptive"))  # the others have no S_max
+    ]
     rows = []
-    for name, lengths, window, n, s_max, label, packing in track(jobs, "packing", console=Console(stderr=True)):
-        independent = not label.startswith(("Algorithm", "adaptive"))
-        if independent and s_max != 1.25:
-            continue  # S_max changes nothing
-        summary = measure(job_7b(n, window, packing=packing, max_tokens=round(s_max * window)), lengths, steps)
-        rows.append({"data": name, "N": n, "S_max": s_max, "window": window, "policy": label, **summary})
+    for name, lengths, n, s_max, label, packing in track(jobs, "packing", console=Console(stderr=True)):
+        summary = measure(job_7b(n, packing=packing, max_tokens=round(s_max * WINDOW)), lengths, steps)
+        rows.append({"data": name, "N": n, "S_max": s_max, "window": WINDOW, "policy": label, **summary})
     return rows
 
 
