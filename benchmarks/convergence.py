@@ -293,13 +293,15 @@ def run_seed(scale: Scale, logs: Path, seed: int, variants: Sequence[str]) -> No
         if path.exists():
             log, wanted = json.loads(path.read_text()), common(scale, data)
             if different := [key for key in wanted if log[key] != wanted[key]]:
-                raise ValueError(f"{path} is of another {' and '.join(different)}; give --logs of its own, or delete it")
+                what = " and ".join(different)
+                raise ValueError(f"{path} is of another {what}; give --logs of its own, or delete it")
             continue
         state = state or start(seed, scale, data)
         log = run(variant, seed, scale, data, copy.deepcopy(state))
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
         results.write_whole(path, f"{{\n{lines}\n}}\n")
-        print(f"{path.stem}: validation loss {log['validation'][-1]['all']:.4f} after {log['seconds']:.0f} s", flush=True)
+        loss = log["validation"][-1]["all"]
+        print(f"{path.stem}: validation loss {loss:.4f} after {log['seconds']:.0f} s", flush=True)
 
 
 def text(scale: Scale) -> Row:

@@ -127,8 +127,8 @@ def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float
     jobs |= {"per-sequence, ring": peer("per-sequence", "ring"), RING: peer("per-document", "ring")}
     passes = {name: pass_times(given, [shard(lengths, given) for lengths in made]) for name, given in jobs.items()}
     timed = {
-        name: (sum((each.total - each.tensor).sum() for each in of.layers), sum(each.exchange.sum() for each in of.layers))
-        for name, of in passes.items()
+        name: (sum((each.total - each.tensor).sum() for each in both), sum(each.exchange.sum() for each in both))
+        for name, both in ((name, of.layers) for name, of in passes.items())
     }
     linear = np.array([[each.linear.sum() / passes[OURS].rows.sum()] for each in passes[OURS].layers])
 

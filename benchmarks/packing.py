@@ -30,7 +30,7 @@ from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import plan_packed
 
-TUNINGS = ((1 / 2,), (1 / 4,), (1 / 4, 1 / 2), (1 / 2, 3 / 4), (3 / 8, 5 / 8, 7 / 8), (1 / 8, 1 / 4, 1 / 2), (0.5, 0.95))
+TUNINGS = ((0.5,), (0.25,), (0.25, 0.5), (0.5, 0.75), (0.375, 0.625, 0.875), (0.125, 0.25, 0.5), (0.5, 0.95))
 """Thresholds of Algorithm 1 in shares of the window."""
 DELAY = "adaptive, delay"
 MOST_DELAY = {
@@ -56,8 +56,9 @@ def distributions(count: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(7)
     log_normal = rng.lognormal(8.5, 1.5, count)
     humps = np.where(rng.random(count) < 0.02, rng.normal(90_000, 15_000, count), 3_000)
-    drawn = {name: np.clip(x, 16, WINDOW).astype(np.int64) for name, x in (("log-normal", log_normal), ("two humps", humps))}
-    return {"F2": f2(count, 0), "dist_wlbllm": distca(), **drawn}
+    made = {"log-normal": log_normal, "two humps": humps}
+    made = {name: np.clip(lengths, 16, WINDOW).astype(np.int64) for name, lengths in made.items()}
+    return {"F2": f2(count, 0), "dist_wlbllm": distca(), **made}
 
 
 def policies() -> dict[str, Packing]:
