@@ -95,12 +95,9 @@ def equivalence(values: list[float], margin: float) -> float | None:
 
 def _p99(tokens_by_delay: Counter[str]) -> int:
     """The least delay, at least 0, that 99 % of the tokens do not exceed."""
-    left = 0.99 * tokens_by_delay.total()
-    for delay in sorted(map(int, tokens_by_delay)):
-        left -= tokens_by_delay[str(delay)]
-        if left <= 0:
-            break
-    return max(0, delay)
+    delays = sorted(map(int, tokens_by_delay))
+    tokens = np.cumsum([tokens_by_delay[str(delay)] for delay in delays])
+    return max(0, delays[int(np.searchsorted(tokens, 0.99 * tokens[-1]))])
 
 
 def _long_share_with_tokens(log: Row) -> float:

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -156,10 +157,8 @@ def _commit() -> str:
 
 def _cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+    found = re.search(r"^model name\s*: *(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return found[1] if found else platform.machine()
 
 
 def _versions() -> dict[str, str]:
