@@ -33,7 +33,7 @@ from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan.placement import order, place
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.passes import crossover
-from megatron_wlb.simulate.step import breakdown, simulate_step
+from megatron_wlb.simulate.step import simulate_step
 
 PACKINGS = {
     "original": OriginalPacking(),
@@ -96,7 +96,7 @@ def quality(quick: bool) -> list[Row]:
 
 
 def with_experts(quick: bool) -> list[Row]:
-    """Steps of jobs with experts: time per work over that of a step of ours that is all alike, and what waits of it."""
+    """Steps of jobs with experts: time per work over that of a step of ours that is all alike."""
     rows, profile = [], load_profile(DEFAULT_PROFILE)
     layouts = list(itertools.product((2, 4, 8), (1, 2), (1, 4)))
     policies = {"adaptive": AdaptivePacking(), "Algorithm 1, default": WlbPacking()}
@@ -119,13 +119,11 @@ def simulated(job: Job, steps: int) -> dict[str, float]:
             for way, placing in ways.items():
                 step = simulate_step(run, shard_step(placing, packing.lengths))
                 sums[way] += step.time
-                sums[f"{way} waits"] += breakdown(step).ep_wait
                 sums[f"{way} work"] += int(document_work(packing.documents["length"], job.crossover_tokens).sum())
                 sums[f"{way} limit"] += balanced_time(step)
     alike = sums["slots limit"] / sums["slots work"]
     times = {way: sums[way] / sums[f"{way} work"] / alike for way in ("megatron", "sums", "slots")}
-    waits = {f"{way} waits": sums[f"{way} waits"] / sums[way] for way in times}
-    return times | waits | {"slots / sums": times["slots"] / times["sums"]}
+    return times | {"slots / sums": times["slots"] / times["sums"]}
 
 
 def goals(rows: list[Row], experts: list[Row]) -> list[results.Goal]:
