@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+
 def _moved(name: str, ranks: int) -> float:
     """Share of the whole buffer that enters every rank in a ring, as NCCL's "bus bandwidth" counts it."""
     return (2 if name == "all_reduce" else 1) * (ranks - 1) / ranks
