@@ -34,11 +34,7 @@ CALIBRATION = (
     ("link_gb_per_s", PROFILE.network.link_gb_per_s, "assumed: 400 Gbit/s a GPU, of which 90 % arrive"),
     ("hop_us", PROFILE.network.hop_us, "assumed"),
     ("attention", PROFILE.name, "megatron_wlb/hardware/profiles: fitted to FlashAttention-2 on an H100, as published"),
-    (
-        "network",
-        PROFILE.network.name,
-        "megatron_wlb/hardware/networks: fitted to NCCL on 2 to 8 H100, by DistCA",
-    ),
+    ("network", PROFILE.network.name, "megatron_wlb/hardware/networks: fitted to NCCL on 2 to 8 H100, by DistCA"),
     ("tp_overlap", 0.0, "assumed; the paper overlaps some, and does not say how much"),
     ("dp_overlap", PROFILE.dp_overlap, "assumed"),
     ("VPP", VPP, "assumed, the least that is interleaved as the paper's is; see step_seconds for a check"),
