@@ -21,7 +21,7 @@ from megatron_wlb.cli.profile import fit, predict, relative_error
 from megatron_wlb.hardware.network import H100_NETWORK
 from megatron_wlb.hardware.profile import KernelTimes, Profile, load_profile, profile_file
 
-TILE_ROWS, HEAD_SIZE = 128, 128
+TILE_ROWS, HEAD_SIZE, DIRECTIONS = 128, 128, ("forward", "backward")
 FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 """Of a direction, over two products of attended pairs."""
 _FILE = json.loads((DATA / "attention.json").read_text())
@@ -70,29 +70,30 @@ def fitted(name: str, direction: str, without: str | int = "") -> KernelTimes:
     return fit(*bars(name, direction, without))
 
 
+def errors(predicted: np.ndarray, measured: np.ndarray, kind: str = "held_out") -> dict[str, Any]:
+    return dict(zip((f"{kind}_median", f"{kind}_p90"), relative_error(predicted, measured), strict=True))
+
+
 def error(name: str, direction: str) -> dict[str, Any]:
     """Errors on bars that were fitted, and on what was not: publications, or else lengths, and packs of documents."""
     measured, us = bars(name, direction)
-    median, p90 = relative_error(predict(fitted(name, direction), measured), us)
-    stated: dict[str, Any] = {"fitted_median": median, "fitted_p90": p90}
+    stated = errors(predict(fitted(name, direction), measured), us, "fitted")
     having = [title for title, each in PUBLICATIONS.items() if name in each]
     for publication, others in itertools.permutations(having, 2):
         left, of_left = bars(name, direction, others)
         if 0 < len(left) < len(measured):
-            median, p90 = relative_error(predict(fitted(name, direction, publication), left), of_left)
-            stated[f"without {publication}"] = {"held_out_median": median, "held_out_p90": p90, "bars": len(left)}
+            held_out = errors(predict(fitted(name, direction, publication), left), of_left)
+            stated[f"without {publication}"] = held_out | {"bars": len(left)}
     if len(stated) > 2:
         return stated
     (each,) = (each for each in PUBLICATIONS.values() if direction in each.get(name, {}))
     left = [n for n in each["lengths"] if len(bars(name, direction, n)[1]) < len(us)]
     predicted = [predict(fitted(name, direction, n), bar) for n, bar in zip(left, measured, strict=True)]
-    median, p90 = relative_error(np.array(predicted), us)
-    stated |= {"held_out": "each length left out in turn", "held_out_median": median, "held_out_p90": p90}
+    stated |= {"held_out": "each length left out in turn", **errors(np.array(predicted), us)}
     if tflops := each[name].get("packs", {}).get(direction):
         of = (each["heads"], (direction,), [fitted(name, direction)])
         got = np.array([rate(packed_documents(n, PACKS), *of) for n in left])
-        median, p90 = relative_error(got, np.array(tflops[-len(left) :]))
-        stated["packed documents"] = {"held_out_median": median, "held_out_p90": p90, "bars": len(left)}
+        stated["packed documents"] = errors(got, np.array(tflops[-len(left) :])) | {"bars": len(left)}
     return stated
 
 
@@ -111,11 +112,10 @@ def a100() -> dict[str, Any]:
     found = np.linalg.lstsq(tiles, 1 - launch / us)[0]
     both = KernelTimes(launch=launch, tile=found[0], query_tile=found[1])
     share = like.forward.tile / (like.forward.tile + like.backward.tile)
-    median, p90 = relative_error(predict(both, measured), us)
     return {
         "forward": asdict(both.scaled(share)) | {"launch": like.forward.launch},
         "backward": asdict(both.scaled(1 - share)) | {"launch": like.backward.launch},
-        "error": {"both directions": {"fitted_median": median, "fitted_p90": p90}},
+        "error": {"both directions": errors(predict(both, measured), us, "fitted")},
     }
 
 
@@ -164,8 +164,7 @@ def grouped_error(profile: Profile) -> dict[str, Any]:
         times = (sum(profile.product(*shape, *gain) for shape in shapes) for gain in ((), profile.gain("mxfp8", "mlp")))
         predicted.append(next(times) / next(times))
         measured.append(bf16 / mxfp8)
-    median, p90 = relative_error(np.array(predicted), np.array(measured))
-    return {"error_median": median, "error_p90": p90, "products": len(measured)}
+    return errors(np.array(predicted), np.array(measured), "error") | {"products": len(measured)}
 
 
 def newer(name: str) -> dict[str, Any]:
@@ -178,29 +177,26 @@ def newer(name: str) -> dict[str, Any]:
     fixed = len(shapes) * base.kernel_us
     computing = sum(base.product(*shape) for shape in shapes) - fixed
     base = replace(base, assumed_tflops=base.assumed_tflops * computing / (bf16_us - fixed))
-    errors = {}
+    of_products = {}
     if alone := of["forward_ms"].get(device["products"]):
         predicted = np.array([base.product(*shape) for shape in shapes[::3]])
-        median, p90 = relative_error(predicted, 1e3 * np.array(alone))
-        errors = {"products": {"error_median": median, "error_p90": p90, "products": len(alone)}}
+        found = errors(predicted, 1e3 * np.array(alone), "error")
+        of_products = {"products": found | {"products": len(alone)}}
     low, memory = gains(device["products"], 0.8 * device["memory"]), round(0.8 * device["memory"], -2)
     if "mxfp8" in of["layer_ms"][device["products"]]:
-        errors["mxfp8 of experts"] = grouped_error(replace(base, gains=low, memory_gb_per_s=memory))
+        of_products["mxfp8 of experts"] = grouped_error(replace(base, gains=low, memory_gb_per_s=memory))
     scale = (device["watts"] / device["of_watts"]) ** (1 / 3)
     ring = links["B200" if device["processors"] > 132 else "H200"] / links["H200"]
-    network = H100_NETWORK
-    if ring != 1:
-        faster = {c: getattr(network, c) for c in ("all_gather", "reduce_scatter", "all_reduce")}
-        faster = {c: m._replace(gb_per_s=tuple(round(ring * x, 1) for x in m.gb_per_s)) for c, m in faster.items()}
-        network = replace(network, name=gpu.lower(), **faster)
-    network = replace(network, gpus_per_node=device["gpus"], link_gb_per_s=float(device["link"]))
-    directions = ("forward", "backward")
+    faster = {c: getattr(H100_NETWORK, c) for c in ("all_gather", "reduce_scatter", "all_reduce")}
+    faster = {c: m._replace(gb_per_s=tuple(round(ring * x, 1) for x in m.gb_per_s)) for c, m in faster.items()}
+    sizes = {"gpus_per_node": device["gpus"], "link_gb_per_s": float(device["link"])}
+    network = replace(H100_NETWORK, name=gpu.lower(), **sizes, **faster)
     stated: dict[str, Any] = {"name": name, "tile_rows": TILE_ROWS}
-    stated |= {each: asdict(fitted(kernels, each)) for each in directions}
-    stated["error"] = {each: error(kernels, each) for each in directions} | errors
+    stated |= {each: asdict(fitted(kernels, each)) for each in DIRECTIONS}
+    stated["error"] = {each: error(kernels, each) for each in DIRECTIONS} | of_products
     if any(f"{kernels} fp8" in each for each in PUBLICATIONS.values()):
-        stated["fp8"] = [asdict(fitted(f"{kernels} fp8", each)) for each in directions]
-        stated["error"] |= {f"fp8 {each}": error(f"{kernels} fp8", each) for each in directions}
+        stated["fp8"] = [asdict(fitted(f"{kernels} fp8", each)) for each in DIRECTIONS]
+        stated["error"] |= {f"fp8 {each}": error(f"{kernels} fp8", each) for each in DIRECTIONS}
     stated |= {
         "head_size": HEAD_SIZE,
         "dtype": "bf16",
@@ -213,9 +209,7 @@ def newer(name: str) -> dict[str, Any]:
         "wave_outputs": base.wave_outputs,
         "memory_gb_per_s": memory,
         "memory_gib": device["memory_gib"],
-        "network": {**asdict(network), **{c: list(map(list, getattr(network, c))) for c in faster}}
-        if ring != 1
-        else None,
+        "network": asdict(network) if ring != 1 else None,
         "assumed": f"memory: 80 % of {device['memory']} GB/s; network: latencies of h100, and its bandwidths times "
         f"{ring:.2f}, as rings are measured; between nodes {device['link']} GB/s a GPU",
         "command": "python -m benchmarks.attention",
@@ -226,13 +220,12 @@ def newer(name: str) -> dict[str, Any]:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     for name in HOPPER:
-        directions = ("backward",) if name == "h100-fa2" else ("forward", "backward")
+        directions = ("backward",) if name == "h100-fa2" else DIRECTIONS
         stated = json.loads(profile_file(name).read_text())
         stated |= {direction: asdict(fitted(name, direction)) for direction in directions}
         stated["error"] |= {direction: error(name, direction) for direction in directions}
         write(name, stated | {"gains": gains("H200 NVL", 0.8 * 4800)})
-    stated = json.loads(profile_file("a100-fa2").read_text()) | a100()
-    write("a100-fa2", stated)
+    write("a100-fa2", json.loads(profile_file("a100-fa2").read_text()) | a100())
     for name in NEWER:
         write(name, newer(name))
 

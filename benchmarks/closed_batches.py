@@ -8,7 +8,7 @@ A step of 1,024 sequences, LLaMA2-7B, micro-batches of at most the longest seque
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,6 @@ from benchmarks.lengths import f2
 from benchmarks.peers import Ranks, nemo_rl, slime, verl
 from benchmarks.results import Row, at_least, at_most
 from megatron_wlb import MODELS, Job, Parallel, balance, make_job
-from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.sharding import select
 from megatron_wlb.simulate.step import simulate_step
@@ -29,8 +28,7 @@ LONGEST = 32_768
 LAYOUTS = {"DP16": Parallel(dp=16), "DP8 PP2": Parallel(dp=8, pp=2), "DP4 PP4": Parallel(dp=4, pp=4)}
 LAYOUTS |= {"DP2 PP8": Parallel(dp=2, pp=8)}
 SEEDS = 3
-MOST_MS = 50
-"""For 8,192 sequences."""
+OURS, EQUAL = "balance", "balance, equal counts"
 
 
 def sequences(count: int, seed: int) -> dict[str, np.ndarray]:
@@ -42,84 +40,46 @@ def sequences(count: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def job_of(parallel: Parallel) -> Job:
-    return make_job(
-        model=MODELS["llama2-7b"],
-        parallel=parallel,
-        context_length=LONGEST,
-        global_batch_size=parallel.dp,
-        max_tokens=LONGEST,
-        profile=load_profile("h100-fa2"),
-    )
+    sizes = {"context_length": LONGEST, "max_tokens": LONGEST, "global_batch_size": parallel.dp, "parallel": parallel}
+    return make_job(model=MODELS["llama2-7b"], profile=load_profile("h100-fa2"), **sizes)
 
 
-def ours(lengths: list[int], job: Job, *, equal_counts: bool = False) -> Ranks:
-    plans = (balance(lengths, job, rank, equal_counts=equal_counts) for rank in range(job.parallel.dp))
-    return [[m.documents["document"].tolist() for m in plan.micro_batches] for plan in plans]
-
-
-def peers(job: Job) -> dict[str, Callable[[list[int]], Ranks]]:
-    """Who makes the micro-batches of every rank, by name; FLOPs are those that verl counts."""
-    weights = {
-        "tokens": lambda length: length,
-        "squares": lambda length: length**2,
-        "FLOPs": lambda length: 24576 * length + length**2,
-    }
+def peers(lengths: list[int], job: Job) -> dict[str, Ranks]:
+    """Micro-batches of every rank, by who makes them; FLOPs are those that verl counts."""
+    weights = {"tokens": lengths, "FLOPs": [24576 * length + length**2 for length in lengths]}
     made = {
-        f"{loop.__name__}, {name}": lambda lengths, loop=loop, weigh=weigh: loop(
-            [weigh(length) for length in lengths], lengths, job
-        )
-        for loop in (verl, slime)
-        for name, weigh in weights.items()
+        f"{loop.__name__}, {name}": loop(each, lengths, job) for loop in (verl, slime) for name, each in weights.items()
     }
-    return made | {
-        "NeMo-RL": lambda lengths: nemo_rl(lengths, job),
-        "balance": lambda lengths: ours(lengths, job),
-        "balance, equal counts": lambda lengths: ours(lengths, job, equal_counts=True),
-    }
+    made["NeMo-RL"] = nemo_rl(lengths, job)
+    for name, equal in ((OURS, False), (EQUAL, True)):
+        plans = (balance(lengths, job, rank, equal_counts=equal) for rank in range(job.parallel.dp))
+        made[name] = [[m.documents["document"].tolist() for m in plan.micro_batches] for plan in plans]
+    return made
 
 
-def measure(ranks: Ranks, lengths: np.ndarray, job: Job) -> Row:
-    """Predicted step time, and the work of the slowest rank over the mean."""
-    count = sum(map(len, ranks))
-    job = replace(job, num_micro_batches=count, global_batch_size=1, max_tokens=1 << 20)
+def step_ms(ranks: Ranks, lengths: np.ndarray, job: Job) -> float:
+    """Predicted time of a step."""
+    job = replace(job, num_micro_batches=sum(map(len, ranks)), global_batch_size=1, max_tokens=1 << 20)
     shards = [[select.shard(lengths[rows], job) for rows in rank] for rank in ranks]
-    work = [sum(int(document_work(lengths[rows], job.crossover_tokens).sum()) for rows in rank) for rank in ranks]
-    return {
-        "micro_batches": count,
-        "longest": max(int(lengths[rows].sum()) for rank in ranks for rows in rank),
-        "slowest_rank": max(work) / statistics.mean(work),
-        "step_ms": simulate_step(job, shards).time / 1e3,
-    }
+    return simulate_step(job, shards).time / 1e3
 
 
 def compare(quick: bool) -> list[Row]:
-    rows = []
+    """Means over seeds, and how much faster `balance` is: with equal counts than verl, which needs them."""
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     count, seeds = (256, 1) if quick else (1024, SEEDS)
     cases = [(layout, parallel, seed) for layout, parallel in LAYOUTS.items() for seed in range(seeds)]
     for layout, parallel, seed in track(cases, "closed batches", console=Console(stderr=True)):
         job = job_of(parallel)
         for data, lengths in sequences(count, seed).items():
-            for name, make in peers(job).items():
-                made = measure(make(lengths.tolist()), lengths, job)
-                rows.append({"data": data, "layout": layout, "seed": seed, "who": name, **made})
-    return rows
-
-
-def summary(rows: list[Row]) -> list[Row]:
-    """Means over seeds, and how much faster `balance` is: with equal counts than verl, which needs them."""
+            for who, ranks in peers(lengths.tolist(), job).items():
+                found[data, layout, who].append(step_ms(ranks, lengths, job))
     table = []
-    for data, layout, who in dict.fromkeys((row["data"], row["layout"], row["who"]) for row in rows):
-        mine = "balance, equal counts" if who.startswith("verl") else "balance"
-        of = {
-            name: [r for r in rows if (r["data"], r["layout"], r["who"]) == (data, layout, name)]
-            for name in (who, mine)
-        }
-        gains = [a["step_ms"] / b["step_ms"] for a, b in zip(of[who], of[mine], strict=True)]
-        means = {
-            key: statistics.mean(r[key] for r in of[who])
-            for key in ("micro_batches", "longest", "slowest_rank", "step_ms")
-        }
-        table.append({"data": data, "layout": layout, "who": who, **means, "balance_is_faster": statistics.mean(gains)})
+    for (data, layout, who), times in found.items():
+        mine = found[data, layout, EQUAL if who.startswith("verl") else OURS]
+        gain = statistics.mean(theirs / ms for theirs, ms in zip(times, mine, strict=True))
+        row = {"data": data, "layout": layout, "who": who, "step_ms": statistics.mean(times)}
+        table.append(row | {"balance_is_faster": gain})
     return table
 
 
@@ -139,16 +99,15 @@ def planning_ms() -> list[Row]:
 
 def main() -> None:
     args = results.parser(__doc__, "256 sequences of one seed").parse_args()
-    rows, planned = compare(args.quick), planning_ms()
-    table = summary(rows)
+    table, planned = compare(args.quick), planning_ms()
     results.show(table)
     results.show(planned)
-    others = [row for row in table if not row["who"].startswith("balance")]
+    others = [row for row in table if row["who"] not in (OURS, EQUAL)]
     piped = [row["balance_is_faster"] for row in others if "PP" in row["layout"]]
     goals = [
         at_least("least gain", min(row["balance_is_faster"] for row in others), 1.0),
         at_least("mean gain with pipelines", statistics.mean(piped), 1.05),
-        at_most("planning 8,192 sequences, ms", max(row["plan_ms"] for row in planned), MOST_MS),
+        at_most("planning 8,192 sequences, ms", max(row["plan_ms"] for row in planned), 50),
     ]
     settings = {"longest": LONGEST, "sequences": 256 if args.quick else 1024, "seeds": 1 if args.quick else SEEDS}
     results.finish(args, "closed_batches", settings=settings, rows=[*table, *planned], goals=goals)

@@ -240,7 +240,7 @@ def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
         if trainer.tokens * MEASUREMENTS // scale.tokens > before * MEASUREMENTS // scale.tokens:
             validations.append({"tokens": trainer.tokens, **trainer.validate(held_out, validation)})
     delays = sum((Counter(m.delays) for m in measured), Counter())
-    summary = asdict(metrics.summarise(measured, num_waiting=packed.num_waiting))
+    summary = metrics.summarise(measured)
     return {
         "variant": variant,
         "seed": seed,
@@ -275,49 +275,38 @@ def validated(data: Row, scale: Scale) -> tuple[Corpus, PackedBatch]:
     return cut(tokens, lengths, of).corpus, PackedBatch(documents=rows, bounds=bounds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runs:
-    """The runs of a scale and the folder of their logs, which are written at the end of a run."""
+def run_all(scale: Scale, logs: Path, seeds: int, variants: Sequence[str], jobs: int) -> None:
+    """Do the runs that `logs` lacks, `jobs` seeds at a time, each in a process and on a thread of its own."""
+    logs.mkdir(parents=True, exist_ok=True)
+    text(scale)  # made once
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in [pool.submit(run_seed, scale, logs, seed + 1, variants) for seed in range(seeds)]:
+            future.result()
 
-    scale: Scale
-    logs: Path
 
-    def run_all(self, seeds: int, variants: Sequence[str], jobs: int) -> None:
-        """Do the runs that `logs` lacks, `jobs` seeds at a time, each in a process and on a thread of its own."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.data()  # made once
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            for future in [pool.submit(self.run_seed, seed + 1, variants) for seed in range(seeds)]:
-                future.result()
+def run_seed(scale: Scale, logs: Path, seed: int, variants: Sequence[str]) -> None:
+    """Do the missing runs of a seed. Raises ValueError for a log of other settings, rather than overwrite it."""
+    torch.set_num_threads(1)
+    data, state = text(scale), None
+    for variant in variants:
+        path = logs / f"{variant}-{seed}.json"
+        if path.exists():
+            log, wanted = json.loads(path.read_text()), common(scale, data)
+            if different := [key for key in wanted if log[key] != wanted[key]]:
+                what = " and ".join(different)
+                raise ValueError(f"{path} is of another {what}; give --logs of its own, or delete it")
+            continue
+        state = state or start(seed, scale, data)
+        log = run(variant, seed, scale, data, copy.deepcopy(state))
+        lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
+        results.write_whole(path, f"{{\n{lines}\n}}\n")
+        loss = log["validation"][-1]["all"]
+        print(f"{path.stem}: validation loss {loss:.4f} after {log['seconds']:.0f} s", flush=True)
 
-    def run_seed(self, seed: int, variants: Sequence[str]) -> None:
-        """Do the missing runs of a seed."""
-        torch.set_num_threads(1)
-        data, state = self.data(), None
-        for variant in variants:
-            path = self.logs / f"{variant}-{seed}.json"
-            if self.is_finished(path, data):
-                continue
-            state = state or start(seed, self.scale, data)
-            log = run(variant, seed, self.scale, data, copy.deepcopy(state))
-            lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
-            results.write_whole(path, f"{{\n{lines}\n}}\n")
-            loss = log["validation"][-1]["all"]
-            print(f"{path.stem}: validation loss {loss:.4f} after {log['seconds']:.0f} s", flush=True)
 
-    def is_finished(self, path: Path, data: Row) -> bool:
-        """Whether the log of a run is there. Raises ValueError for one of other settings, rather than overwrite it."""
-        if not path.exists():
-            return False
-        log, wanted = json.loads(path.read_text()), common(self.scale, data)
-        if different := [key for key in wanted if log[key] != wanted[key]]:
-            raise ValueError(f"{path} is of another {' and '.join(different)}; give --logs of its own, or delete it")
-        return True
-
-    def data(self) -> Row:
-        scale = self.scale
-        sizes = {"pivot_bytes": scale.pivot_bytes, "held_out_share": scale.held_out_share}
-        return load(ROOT / f"demo/data/convergence-{scale.name}.npz", vocab_size=scale.shape.vocab_size, **sizes)
+def text(scale: Scale) -> Row:
+    sizes = {"pivot_bytes": scale.pivot_bytes, "held_out_share": scale.held_out_share}
+    return load(ROOT / f"demo/data/convergence-{scale.name}.npz", vocab_size=scale.shape.vocab_size, **sizes)
 
 
 def main() -> None:
@@ -332,7 +321,7 @@ def main() -> None:
     usual = ROOT / "demo/convergence-quick" if args.quick else results.FOLDER / "convergence" / scale.name
     folder = args.logs or usual
     if not args.report:
-        Runs(scale=scale, logs=folder).run_all(args.seeds, args.variants, args.jobs)
+        run_all(scale, folder, args.seeds, args.variants, args.jobs)
     convergence_report.report(args, convergence_report.read(folder))
 
 

@@ -24,11 +24,8 @@ and below, in percent of its loss. Set before there were results. The paper saw 
 """
 HALF_WIDTH_PERCENT = 0.4
 """Goal for the interval of a difference: so many seeds are enough."""
-JUDGED = ("wlb", "delay")
-"""Variants that should be equivalent."""
-SAME = ("late_steps", "spread_steps", "token_cv", "long_share_mean", "long_share_std")
-MEASURES = {"optimizer_steps": "steps", "imbalance": "imbalance_mean"} | {name: name for name in SAME}
-"""Columns that are means over seeds of fields of `metrics.Summary`."""
+MEASURES = {"imbalance": "imbalance_mean", "late_steps": "late_steps", "token_cv": "token_cv"}
+"""Columns that are means over seeds of `metrics.summarise`."""
 COLORS = {
     "original": "#000000",
     "original-shuffled": "#8c8c8c",
@@ -60,21 +57,15 @@ def _row(name: str, runs: dict[int, Row], baseline: dict[int, Row]) -> Row:
         return float(np.mean(list(values)))
 
     packings = [log["packing"] for log in runs.values()]
-    # In the second half of the steps gradients hardly become smaller any more.
-    norms = [np.array(n[len(n) // 2 :]) for n in (log["steps"]["gradient_norm"] for log in runs.values())]
     losses = [_final(runs[seed], "all") for seed in sorted(runs)]
     row = {
         "variant": name,
         "seeds": sorted(runs),
-        "loss": mean(losses),
         "loss_of_seeds": losses,
-        "loss_long": mean(_final(log, "long") for log in runs.values()),
         **{key: mean(p[measure] for p in packings) for key, measure in MEASURES.items()},
         "p99_delay_steps": _p99(sum((Counter(log["tokens_by_delay"]) for log in runs.values()), Counter())),
         "max_delay_steps": max(p["max_delay_steps"] for p in packings),
         "long_share_with_tokens": mean(map(_long_share_with_tokens, runs.values())),
-        "gradient_norm_mean": mean(n.mean() for n in norms),
-        "gradient_norm_variance": mean(n.var(ddof=1) for n in norms),
     }
     paired = sorted(runs.keys() & baseline.keys()) if name != BASELINE else []
     for key, measure in (("difference", "all"), ("difference_long", "long")):
@@ -104,12 +95,9 @@ def equivalence(values: list[float], margin: float) -> float | None:
 
 def _p99(tokens_by_delay: Counter[str]) -> int:
     """The least delay, at least 0, that 99 % of the tokens do not exceed."""
-    left = 0.99 * tokens_by_delay.total()
-    for delay in sorted(map(int, tokens_by_delay)):
-        left -= tokens_by_delay[str(delay)]
-        if left <= 0:
-            break
-    return max(0, delay)
+    delays = sorted(map(int, tokens_by_delay))
+    tokens = np.cumsum([tokens_by_delay[str(delay)] for delay in delays])
+    return max(0, delays[int(np.searchsorted(tokens, 0.99 * tokens[-1]))])
 
 
 def _long_share_with_tokens(log: Row) -> float:
@@ -150,7 +138,7 @@ def goals(rows: list[Row]) -> list[results.Goal]:
         if row["difference_half_width"] is not None:
             name = f"{row['variant']}: half of the 95 % interval of the difference to {BASELINE}, percent of the loss"
             wanted.append(results.at_most(name, row["difference_half_width"], HALF_WIDTH_PERCENT))
-        if row["variant"] in JUDGED and row["equivalence_p"] is not None:
+        if row["variant"] in ("wlb", "delay") and row["equivalence_p"] is not None:
             name = f"{row['variant']}: p of the two one-sided tests within {MARGIN_PERCENT} % of {BASELINE}"
             wanted.append(results.at_most(name, row["equivalence_p"], round(1 - CONFIDENCE, 2)))
     return wanted

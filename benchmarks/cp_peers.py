@@ -6,6 +6,7 @@ log-sum-exps is free, so are tiles that are half empty because keys come in part
 """
 
 import heapq
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -58,66 +59,46 @@ def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
     return ShardPlan(lengths=lengths, shards=shards, strategy="magi")
 
 
-def ranks_of(lengths: np.ndarray, ranks: int, rank_tokens: float, crossover_tokens: int = 0) -> np.ndarray:
-    """First rank of every document under Megatron's dynamic context parallelism, and their number, int64 [n, 2].
-
-    After its scheduling (`--hybrid-context-parallel`, on its dev branch `--dynamic-context-parallel`). The longest
-    documents come first. Each takes the fewest ranks, 1, 2, 4, ... or all, that have room for it alone, and of the
-    aligned groups of that size the one whose slowest rank has least work. Tokens of ranks differ.
-
-    Args:
-        lengths: int64 [n], of a whole step.
-        ranks: context-parallel times data-parallel ranks.
-        rank_tokens: room of a rank (`--max-seqlen-per-dp-cp-rank`).
-        crossover_tokens: for `document_work`; by default work is quadratic, as in Megatron.
-    """
-    work, of_documents = np.zeros(ranks), document_work(lengths, crossover_tokens)
-    found = np.empty((len(lengths), 2), np.int64)
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        size = 1
-        while size < ranks and lengths[document] > size * rank_tokens:
-            size = min(2 * size, ranks)
-        groups = work[: ranks // size * size].reshape(-1, size)
-        first = size * int(groups.max(axis=1).argmin())
-        work[first : first + size] += of_documents[document] / size
-        found[document] = first, size
-    return found
-
-
 def dynamic(lengths: np.ndarray, cp: int, room: int | None = None, crossover_tokens: int = 0) -> ShardPlan:
-    """Dynamic context parallelism: documents on the ranks of `ranks_of`, equal heads and tails on each.
+    """Megatron's dynamic context parallelism (`--hybrid-context-parallel`, or `--dynamic-context-parallel`).
+
+    The longest documents come first. Each takes the fewest ranks, 1, 2, 4, ... or all, that have room for it alone, and
+    of the aligned groups of that size the one whose slowest rank has least work, with equal heads and tails on each.
+    Tokens of ranks differ.
 
     Args:
         lengths: int64 [n], of a micro-batch or of a whole step.
         cp: context-parallel ranks.
-        room: tokens that all ranks together hold at a time; default: all.
-        crossover_tokens: as `ranks_of` takes it.
+        room: tokens that all ranks together hold at a time (`--max-seqlen-per-dp-cp-rank`); default: all.
+        crossover_tokens: for `document_work`; by default work is quadratic, as in Megatron.
     """
-    place = ranks_of(lengths, cp, (room or int(lengths.sum())) / cp, crossover_tokens).tolist()
+    rank_tokens = (room or int(lengths.sum())) / cp
+    work, of_documents = np.zeros(cp), document_work(lengths, crossover_tokens)
     calls: list[tuple[list[tuple[int, int, int]], ...]] = [([], []) for _ in range(cp)]
-    for document, (length, (group, k)) in enumerate(zip(lengths.tolist(), place, strict=True)):
-        cuts = np.arange(2 * k + 1) * length // (2 * k)
-        for chunk in range(2 * k) if k > 1 else ():
-            rank = group + min(chunk, 2 * k - 1 - chunk)
-            if cuts[chunk + 1] > cuts[chunk]:
-                calls[rank][chunk >= k].append((document, int(cuts[chunk]), int(cuts[chunk + 1])))
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length, k = int(lengths[document]), 1
+        while k < cp and length > k * rank_tokens:
+            k = min(2 * k, cp)
+        first = k * int(work[: cp // k * k].reshape(-1, k).max(axis=1).argmin())
+        work[first : first + k] += of_documents[document] / k
         if k == 1:
-            calls[group][0].append((document, 0, length))
+            calls[first][0].append((document, 0, length))
+            continue
+        for chunk, (start, stop) in enumerate(itertools.pairwise(np.arange(2 * k + 1) * length // (2 * k))):
+            if stop > start:
+                calls[first + min(chunk, 2 * k - 1 - chunk)][chunk >= k].append((document, start, stop))
     shards = (Shard(calls=tuple(np.sort(np.array(each, SEGMENT)) for each in pair)) for pair in calls)
     return ShardPlan(lengths=lengths, shards=tuple(shards), strategy="dynamic")
 
 
-def ring_times(plan: ShardPlan, job: Job, *, whole: bool) -> tuple[np.ndarray, np.ndarray]:
+def ring_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
     """Kernels of attention in rings, and the time that hops add, [2, cp] each; every part of K and V is a launch.
 
-    With `whole` a single ring of all ranks carries all documents. Without, documents of the same ranks share a ring,
-    which reaches from the first rank that holds one to the last.
+    Documents of the same ranks share a ring, which reaches from the first rank that holds one to the last.
     """
     held, kernels, ring = Ownership(plan), attention_kernels(job), replace(job, cp_exchange="ring")
     tiles, lives = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)), held.holds
     rings = np.stack((lives.argmax(axis=1), held.cp - lives[:, ::-1].argmax(axis=1)), axis=1)
-    if whole:
-        rings[:] = 0, held.cp
     attention, added = np.zeros((2, 2, held.cp))
     for first, stop in np.unique(rings, axis=0).tolist():
         documents, size = (rings == (first, stop)).all(axis=1), stop - first

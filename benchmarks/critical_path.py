@@ -12,7 +12,7 @@ from megatron_wlb.pipeline.timeline import makespans
 
 
 class Costs(NamedTuple):
-    """Times as planning predicts them."""
+    """Times as planning predicts them; what they predict is called "by trained", as they are fitted to training."""
 
     crossover: int
     """A whole micro-batch costs rows * crossover + pairs."""
@@ -66,8 +66,8 @@ def even_path(layout: str, busy: np.ndarray, count: int | None = None) -> float:
     return critical_path(layout, np.full((len(busy), count), busy.sum() / len(busy) / count))
 
 
-def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int | None = None) -> Row:
-    """Sums over steps, and the errors of each predicted share of a step, in "errors".
+def totals(layout: str, ranks: list[Steps], costs: Costs, count: int | None = None) -> Row:
+    """Sums over steps, measured and as `costs` predict, and the errors of each predicted share of a step, in "errors".
 
     Even is with `count` micro-batches on a rank, plain's, so that it measures work whatever a method has.
     """
@@ -78,14 +78,10 @@ def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int
         for key in ("seconds", "other"):
             sums[key] += float(np.mean([step[key] for step in of_ranks]))
         busy, group = np.array([step["busy"] for step in of_ranks]), of_ranks[0]["group"]
-        sums["critical"] += critical_path(layout, busy, group)
-        sums["even"] += even_path(layout, busy, count)
-        sums["ideal"] += busy.sum() / len(busy)
-        for name, model in models.items():
-            work = np.array([model.work(layout, step) for step in of_ranks])
-            sums[f"{name} critical"] += critical_path(layout, work, group)
-            sums[f"{name} even"] += even_path(layout, work, count)
-            sums[f"{name} ideal"] += work.sum() / len(work)
+        work = np.array([costs.work(layout, step) for step in of_ranks])
+        for times, kind in ((busy, ""), (work, " by trained")):
+            sums[f"critical{kind}"] += critical_path(layout, times, group)
+            sums[f"even{kind}"] += even_path(layout, times, count)
         if layout.startswith("PP"):  # whose stages differ by more than micro-batches
             busy, work = busy.mean(axis=0), work.mean(axis=0)
         errors += np.abs(work / work.mean() / (busy / busy.mean()) - 1).ravel().tolist()
@@ -94,46 +90,38 @@ def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int
 
 def compare(plain: Row, other: Row) -> Row:
     """Ratios of the totals of two methods that trained the same tokens in the same steps."""
-
-    def attainable(imbalance: float) -> float:
-        """Plain's gain if its critical path were shorter by `imbalance`."""
-        return plain["seconds"] / (plain["seconds"] - plain["critical"] + plain["critical"] / imbalance)
-
-    gain, speedup = attainable(plain["critical"] / plain["even"]), plain["seconds"] / other["seconds"]
-    models = [key.removesuffix(" critical") for key in other if key.endswith(" critical")]
-    predicted = {name: [row[f"{name} critical"] / row[f"{name} even"] for row in (plain, other)] for name in models}
+    # If plain's critical path were even.
+    gain = plain["seconds"] / (plain["seconds"] - plain["critical"] + plain["even"])
+    speedup, kinds = plain["seconds"] / other["seconds"], ("", " by trained")
     return {
         "speedup": speedup,
         "speedup_by_cpu_time": (plain["critical"] + plain["other"]) / (other["critical"] + other["other"]),
         "attainable": gain,
-        **{f"attainable by {name}": attainable(of_plain) for name, (of_plain, _) in predicted.items()},
         "fraction": (speedup - 1) / (gain - 1),
-        "computing_gain": plain["critical"] / other["critical"],
-        **{f"computing_gain by {name}": plain[f"{name} critical"] / other[f"{name} critical"] for name in models},
-        "imbalance": other["critical"] / other["even"],
-        **{f"imbalance by {name}": of_other for name, (_, of_other) in predicted.items()},
+        **{f"computing_gain{kind}": plain[f"critical{kind}"] / other[f"critical{kind}"] for kind in kinds},
+        **{f"imbalance{kind}": other[f"critical{kind}"] / other[f"even{kind}"] for kind in kinds},
         "other_computing": other["other"] / other["seconds"],
         "no_computing": 1 - (other["critical"] + other["other"]) / other["seconds"],
     }
 
 
-def summarise(layout: str, count: int, measured: dict[str, list[Steps]], models: dict[str, Costs]) -> list[Row]:
+def summarise(layout: str, count: int, measured: dict[str, list[Steps]], costs: Costs) -> list[Row]:
     """A row for each method; the error of its speed-up is by jackknife over steps.
 
     Args:
         layout: its name.
         count: plain's micro-batches of a rank.
         measured: of every method the steps of each rank, plain first.
-        models: errors of shares are the last model's.
+        costs: by which shares are predicted.
 
     Raises ValueError if methods trained other numbers of tokens.
     """
     plain, *_ = measured.values()
-    of_plain, rows = totals(layout, plain, models, count), []
+    of_plain, rows = totals(layout, plain, costs, count), []
     for method, ranks in measured.items():
         if [step["tokens"] for step in ranks[0]] != [step["tokens"] for step in plain[0]]:
             raise ValueError(f"{layout}, {method}: its steps have other tokens than plain's; compare the same steps")
-        found = totals(layout, ranks, models, count)
+        found = totals(layout, ranks, costs, count)
         errors = found.pop("errors")
         seconds = np.array([[step["seconds"] for step in of[0]] for of in (plain, ranks)])
         row: Row = {"layout": layout, "windows": count, "method": method, **compare(of_plain, found)}

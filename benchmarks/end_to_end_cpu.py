@@ -9,10 +9,9 @@ step by step by turns, and the same tokens in each step.
 Busy is the CPU time of forward and backward passes in the thread that trains, by rank and micro-batch, without waits.
 The critical path (`critical_path`) is the time that a step must take of it, imbalance the critical path over an even
 share of the same work, and attainable plain's gain if its work were even and all else took as long. Imbalance is
-predicted by two cost models: of `megatron-wlb profile`, and fitted to some steps of training before, whose crossover
-packing goes by. The gain by CPU time is of the critical path and all other computing of the thread, without waits for
-messages or a busy core. Writes benchmarks/results/end_to_end_cpu.json, in about half an hour; anything else that runs
-meanwhile spoils it.
+predicted by costs that are fitted to some steps of training before, whose crossover packing goes by. The gain by CPU
+time is of the critical path and all other computing of the thread, without waits for messages or a busy core. Writes
+benchmarks/results/end_to_end_cpu.json, in about half an hour; anything else that runs meanwhile spoils it.
 """
 
 import functools
@@ -95,15 +94,15 @@ def main() -> None:
         profile = measure_profile(Path(folder), args.quick)
         stated = json.loads(profile.read_text())
         warm()
-        models = calibrate(size, dataset, profile)
+        costs = calibrate(size, dataset, profile)
         for layout, windows in itertools.product(layouts, size.windows):
-            measured = measure(layout, windows, size, dataset, profile, models["trained"].crossover)
-            rows += summarise(layout.name, windows, measured, models)
+            measured = measure(layout, windows, size, dataset, profile, costs.crossover)
+            rows += summarise(layout.name, windows, measured, costs)
     results.show(rows, COLUMNS)
     results.show(rows, PREDICTED)
     suffix = "".join("_" + "".join(filter(str.isalnum, name.lower())) for name in args.layouts or ())
     settings = {"model": [*SHAPE, *TRAINING], "profile": stated, **size._asdict()}
-    settings |= {"lengths": "f2", "costs": {name: costs._asdict() for name, costs in models.items()}}
+    settings |= {"lengths": "f2", "costs": {"trained": costs._asdict()}}
     settings |= {"layouts": [layout._asdict() for layout in layouts]}
     results.finish(args, "end_to_end_cpu", settings=settings, rows=rows, goals=goals(layouts, rows), suffix=suffix)
 
@@ -116,18 +115,12 @@ def measure_profile(folder: Path, quick: bool) -> Path:
     return path
 
 
-def calibrate(size: Size, dataset: str, profile: Path) -> dict[str, Costs]:
-    """Cost models: of the profile, which knows a layer's matrices and attention, and fitted to training itself.
-
-    The fit is to the busy times of micro-batches that are not measured later.
-    """
-    data = json.loads(profile.read_text())
-    linear = data["linear"]["forward_us_per_token"] + data["linear"]["backward_us_per_token"]
+def calibrate(size: Size, dataset: str, profile: Path) -> Costs:
+    """Costs fitted to training itself, to the busy times of micro-batches that are not measured later."""
     windows, last = 2 * min(size.windows), size.steps + 1
     argv = arguments(dataset, size.window, windows, last, f"--wlb --wlb-profile {profile} {PLAIN}")
     trained = by_turns({"plain": functools.partial(train, argv=argv, first=1)})["plain"]
-    steps = [step for of_rank in trained for step in of_rank]
-    return {"profile": Costs(data["crossover_tokens"], linear), "trained": fit(steps)}
+    return fit([step for of_rank in trained for step in of_rank])
 
 
 def measure(

@@ -8,7 +8,7 @@ import numpy as np
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Packing, Parallel
-from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.model import MODELS, shape
 from megatron_wlb.plan.mock import F2
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples, windows
@@ -33,34 +33,17 @@ def distca() -> np.ndarray:
     return np.load(DATA / "dist_wlbllm.npz")["lengths"].astype(np.int64)
 
 
-def distributions(count: int) -> dict[str, tuple[np.ndarray, int]]:
-    """Lengths and window by name."""
-    rng = np.random.default_rng(7)
-    log_normal = rng.lognormal(8.5, 1.5, count)
-    humps = np.where(rng.random(count) < 0.02, rng.normal(90_000, 15_000, count), 3_000)
-    return {
-        "F2": (f2(count, 0), WINDOW),
-        "dist_wlbllm": (distca(), WINDOW),
-        "log-normal": (np.clip(log_normal, 16, WINDOW).astype(np.int64), WINDOW),
-        "two humps": (np.clip(humps, 16, WINDOW).astype(np.int64), WINDOW),
-    }
-
-
 def samples(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> Samples:
     """Windows cut from documents of `lengths`, by default in order, again and again."""
     part = windows(lengths, window, seed=0 if shuffle else None)
     return Samples(parts=[part], context_length=window, order=lambda places: places % len(part))
 
 
-def job_7b(global_batch_size: int = 4, window: int = WINDOW, **changes: Any) -> Job:
-    """LLaMA2-7B, whose crossover is scaled with the window, a micro-batch for every data-parallel rank.
-
-    `changes` are arguments of `make_job`.
-    """
-    sizes = {"parallel": Parallel(dp=global_batch_size), "global_batch_size": global_batch_size}
-    sizes |= {"context_length": window, "max_tokens": round(S_MAX * window)}
-    crossover = CROSSOVER * window // WINDOW
-    return make_job(**{"model": MODELS["llama2-7b"], "crossover_tokens": crossover} | sizes | changes)
+def job_7b(global_batch_size: int = 4, **changes: Any) -> Job:
+    """LLaMA2-7B, a micro-batch for every data-parallel rank; `changes` are arguments of `make_job`."""
+    given = {"model": MODELS["llama2-7b"], "crossover_tokens": CROSSOVER, "max_tokens": round(S_MAX * WINDOW)}
+    given |= {"context_length": WINDOW, "global_batch_size": global_batch_size}
+    return make_job(**given | {"parallel": Parallel(dp=global_batch_size)} | changes)
 
 
 def attention_job(window: int, heads: tuple[int, int], cp: int = 1, **changes: Any) -> Job:
@@ -69,16 +52,9 @@ def attention_job(window: int, heads: tuple[int, int], cp: int = 1, **changes: A
     A micro-batch for every one of four data-parallel ranks, so that packing makes them alike. `changes` are arguments
     of `make_job`.
     """
-    model = ModelShape(
-        num_layers=1,
-        hidden_size=1,
-        ffn_hidden_size=1,
-        num_attention_heads=heads[0],
-        num_query_groups=heads[1],
-        padded_vocab_size=0,
-    )
-    sizes = {"context_length": window, "global_batch_size": 4, "parallel": Parallel(cp=cp, dp=4)}
-    return make_job(**{"model": model, "crossover_tokens": CROSSOVER, "cp_exchange": "all"} | sizes | changes)
+    given = {"model": shape(1, 1, 1, *heads, 0), "crossover_tokens": CROSSOVER, "cp_exchange": "all"}
+    given |= {"context_length": window, "global_batch_size": 4, "parallel": Parallel(cp=cp, dp=4)}
+    return make_job(**given | changes)
 
 
 def micro_batches(window: int, packing: Packing, count: int) -> list[np.ndarray]:

@@ -7,9 +7,7 @@ Times are of the CPU: of the core, which chooses and places documents, and of al
 benchmarks/results/packing.json and docs/packing.png.
 """
 
-import statistics
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ from rich.progress import track
 from benchmarks import metrics, results
 from benchmarks.fixed import FixedPacking
 from benchmarks.ilp import IlpPacking
-from benchmarks.lengths import CROSSOVER, WINDOW, distributions, f2, job_7b, packer, samples
-from benchmarks.peers import KarmarkarKarp
+from benchmarks.lengths import CROSSOVER, WINDOW, distca, f2, job_7b, packer, samples
 from benchmarks.results import Row, at_most
 from megatron_wlb import _native
 from megatron_wlb.job import Job, Packing, Parallel
@@ -33,15 +30,7 @@ from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import plan_packed
 
-TUNINGS = (
-    (1 / 2,),
-    (1 / 4,),
-    (1 / 4, 1 / 2),
-    (1 / 2, 3 / 4),
-    (3 / 8, 5 / 8, 7 / 8),
-    (1 / 8, 1 / 4, 1 / 2),
-    (0.5, 0.95),
-)
+TUNINGS = ((0.5,), (0.25,), (0.25, 0.5), (0.5, 0.75), (0.375, 0.625, 0.875), (0.125, 0.25, 0.5), (0.5, 0.95))
 """Thresholds of Algorithm 1 in shares of the window."""
 DELAY = "adaptive, delay"
 MOST_DELAY = {
@@ -62,18 +51,27 @@ MOST_DELAY = {
 MOST_MS = {"core, N=4": 0.5, "core, N=2048": 50, "planning, N=16": 3, "planning, N=2048": 60}
 
 
-def policies(window: int) -> dict[str, Packing]:
+def distributions(count: int) -> dict[str, np.ndarray]:
+    """Lengths by name, int64 [count] but for DistCA's sample."""
+    rng = np.random.default_rng(7)
+    log_normal = rng.lognormal(8.5, 1.5, count)
+    humps = np.where(rng.random(count) < 0.02, rng.normal(90_000, 15_000, count), 3_000)
+    made = {"log-normal": log_normal, "two humps": humps}
+    made = {name: np.clip(lengths, 16, WINDOW).astype(np.int64) for name, lengths in made.items()}
+    return {"F2": f2(count, 0), "dist_wlbllm": distca(), **made}
+
+
+def policies() -> dict[str, Packing]:
     """Every policy that runs on all settings, by label."""
     every: dict[str, Packing] = {"original": OriginalPacking()}
     every |= {f"fixed, {k} global batches": FixedPacking(global_batches=k) for k in (1, 2, 4, 8)}
-    every["Karmarkar-Karp, no S_max"] = KarmarkarKarp()
     for tuning in TUNINGS:
         label = f"Algorithm 1, {'/'.join(f'{share:g}' for share in tuning)}"
-        every[label] = WlbPacking(outlier_thresholds=tuple(round(share * window) for share in tuning))
+        every[label] = WlbPacking(outlier_thresholds=tuple(round(share * WINDOW) for share in tuning))
     return every | {"adaptive": AdaptivePacking(), DELAY: AdaptivePacking(max_delay_steps=30)}
 
 
-def measure(job: Job, lengths: np.ndarray, steps: int) -> metrics.Summary:
+def measure(job: Job, lengths: np.ndarray, steps: int) -> Row:
     """Balance, order and times of `steps` steps; samples repeat if they end."""
     packs, measured = packer(lengths, job), []
     for _ in range(steps):
@@ -81,23 +79,23 @@ def measure(job: Job, lengths: np.ndarray, steps: int) -> metrics.Summary:
         step = packs.next()
         milliseconds = (time.perf_counter() - begin) * 1e3
         measured.append(metrics.measure(step.batch, step.step, job, milliseconds))
-    return metrics.summarise(measured, num_waiting=step.num_waiting)
+    return metrics.summarise(measured)
 
 
 def quality(quick: bool) -> list[Row]:
     """Rows of the big table."""
     steps = 60 if quick else 300
-    jobs = []
-    for name, (lengths, window) in distributions(200_000 if quick else 900_000).items():
-        for n, s_max in MOST_DELAY if name == "F2" and not quick else ((4, 1.25),):
-            jobs += [(name, lengths, window, n, s_max, *policy) for policy in policies(window).items()]
+    jobs = [
+        (name, lengths, n, s_max, *policy)
+        for name, lengths in distributions(200_000 if quick else 900_000).items()
+        for n, s_max in (MOST_DELAY if name == "F2" and not quick else ((4, 1.25),))
+        for policy in policies().items()
+        if s_max == 1.25 or policy[0].startswith(("Algorithm", "adaptive"))  # the others have no S_max
+    ]
     rows = []
-    for name, lengths, window, n, s_max, label, packing in track(jobs, "packing", console=Console(stderr=True)):
-        independent = not label.startswith(("Algorithm", "adaptive"))
-        if (independent and s_max != 1.25) or (n == 64 and label.startswith("Karmarkar")):
-            continue  # S_max changes nothing; and one step of differencing on 64 sets takes seconds in Python
-        summary = measure(job_7b(n, window, packing=packing, max_tokens=round(s_max * window)), lengths, steps)
-        rows.append({"data": name, "N": n, "S_max": s_max, "window": window, "policy": label, **asdict(summary)})
+    for name, lengths, n, s_max, label, packing in track(jobs, "packing", console=Console(stderr=True)):
+        summary = measure(job_7b(n, packing=packing, max_tokens=round(s_max * WINDOW)), lengths, steps)
+        rows.append({"data": name, "N": n, "S_max": s_max, "window": WINDOW, "policy": label, **summary})
     return rows
 
 
@@ -108,7 +106,7 @@ def solver_rows(quick: bool) -> list[Row]:
         packing, steps = IlpPacking(global_batches=k), 4 * k if quick else 12 * k
         summary = measure(job_7b(packing=packing, max_tokens=WINDOW), f2(200_000, 0), steps)
         label = f"solver, {k} global batches, {packing.time_limit_seconds:g} s limit, {steps} steps"
-        rows.append({"data": "F2", "N": 4, "S_max": 1.0, "window": WINDOW, "policy": label, **asdict(summary)})
+        rows.append({"data": "F2", "N": 4, "S_max": 1.0, "window": WINDOW, "policy": label, **summary})
     return rows
 
 
@@ -121,7 +119,8 @@ def timings(quick: bool) -> list[Row]:
             jobs[", PP=4 VPP=8"] = job_7b(n, parallel=Parallel(tp=8, cp=2, pp=4, vpp=8, dp=n // 16))
         for layout, job in jobs.items():
             for what, times in zip(("planning", "core"), step_times(lengths, job, steps), strict=True):
-                rows.append({"what": f"{what}, N={n}{layout}", **spread(times[len(times) // 10 :])})
+                ms = [1e3 * seconds for seconds in times[len(times) // 10 :]]
+                rows.append({"what": f"{what}, N={n}{layout}", **results.spread("median_ms", ms)})
     return rows
 
 
@@ -142,10 +141,6 @@ def step_times(lengths: np.ndarray, job: Job, steps: int) -> tuple[list[float], 
             plan_packed(packs.next(), job, 0)
             whole.append(time.process_time() - begin)
     return whole, times
-
-
-def spread(seconds: list[float]) -> Row:
-    return {f"{f.__name__}_ms": f(seconds) * 1e3 for f in (statistics.median, min, max)}
 
 
 def goals(rows: list[Row], times: list[Row]) -> list[results.Goal]:
@@ -193,7 +188,7 @@ def draw(rows: list[Row], folder: Path) -> Path:
 def main() -> None:
     args = results.parser(__doc__, "a minute: N = 4, fewer steps").parse_args()
     rows, times = quality(args.quick) + solver_rows(args.quick), timings(args.quick)
-    measures = ("imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps", "spread_steps", "max_delay_steps")
+    measures = ("imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps", "max_delay_steps")
     results.show(rows, ("data", "N", "S_max", "policy", *measures, "token_cv", "plan_ms_median"))
     results.show(times)
     settings = {"window": WINDOW, "crossover": CROSSOVER, "steps": 300, "seed": 0, "timings": times}

@@ -1,14 +1,13 @@
-"""What others do with the same documents, from their published descriptions: packing policies, and Megatron itself."""
+"""What others do with the same documents, from their published descriptions: loops of RL, and Megatron itself."""
 
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from megatron_wlb.documents import Draw, PackedBatch, document_work
-from megatron_wlb.job import Job, Packing
+from megatron_wlb.job import Job
 from megatron_wlb.packing.original import OriginalPacking
 
 
@@ -95,35 +94,3 @@ def nemo_rl(lengths: Sequence[int], job: Job) -> Ranks:
     for most in by_size[: -len(sets) % job.parallel.dp]:
         sets.append([most.pop()])
     return [sets[rank :: job.parallel.dp] for rank in range(job.parallel.dp)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KarmarkarKarp(Packing):
-    """The documents of a step in N sets of equal L^2 + c * L by largest differencing, as verl packs.
-
-    The length of a micro-batch has no limit.
-    """
-
-    name = "Karmarkar-Karp"
-
-    def policy(self, job: Job) -> "_KarmarkarKarp":
-        return _KarmarkarKarp(job)
-
-
-class _KarmarkarKarp:
-    def __init__(self, job: Job) -> None:
-        self._n, self._crossover_tokens = job.num_micro_batches, job.crossover_tokens
-
-    def pack(self, step: int, draw: Draw) -> PackedBatch:
-        documents = draw.own()
-        work = document_work(documents["length"], self._crossover_tokens).tolist()
-        return _packing(documents, karmarkar_karp(work, self._n))
-
-    def waiting(self) -> dict[str, np.ndarray]:
-        return {}
-
-
-def _packing(documents: np.ndarray, micro_batches: list[list[int]]) -> PackedBatch:
-    order = np.array([i for m in micro_batches for i in sorted(m)], np.int64)
-    bounds = np.cumsum([0, *(len(m) for m in micro_batches)], dtype=np.int64)
-    return PackedBatch(documents=documents[order], bounds=bounds)

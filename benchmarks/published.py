@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import attention, cp_peers, results
-from benchmarks.lengths import DATA, padded
+from benchmarks.lengths import DATA, attention_job, padded
 from benchmarks.results import Row
 from megatron_wlb.cost.linear import memory_bound, output_matrix, products
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tp_overlap
 from megatron_wlb.hardware.profile import GPUS, Profile, generations, gpu_of, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
-from megatron_wlb.model import FULL, MODELS, ModelShape
+from megatron_wlb.model import FULL, MODELS, ModelShape, shape
 from megatron_wlb.pipeline.split import Split, laid_out
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import Passes, pass_times
@@ -47,11 +47,6 @@ LIMITS = {
 }
 """Goals for errors of training steps, median and 90th percentile; a row of Hopper may be long, too."""
 NUMBERS = ("predicted", "measured", "attention", "profile", "ratio")
-PEAK_TFLOPS = 989
-POWER = 500 / 700
-"""Of Meta's H100s. At the limit, power goes with the cube of the clock."""
-
-
 KERNELS = {f"h100 {name.removeprefix('h100-')}": name for name in attention.HOPPER}
 KERNELS |= {"b200 cudnn": "b200-cudnn-2025", "b200 fa4": "b200-fa4"}
 """Profiles of bars, by GPU and kernel."""
@@ -94,14 +89,9 @@ its table (examples/benchmark) recompute all models but small ones with LoRA, dr
 a fake router, which deals experts in turn. Most of Bridge's recipes (src/megatron/bridge/perf_recipes) dispatch by
 DeepEP or HybridEP."""
 
-_MOE = {"gated_linear_unit": True, "padded_vocab_size": 151936, "num_query_groups": 4, "kv_channels": 128}
 SHAPES = {
-    r"Qwen3.*30B.?A3B|Qwen3.MoE.30B": ModelShape(
-        num_layers=48, hidden_size=2048, ffn_hidden_size=8 * 768, num_attention_heads=32, moe_router_topk=8, **_MOE
-    ),
-    r"Qwen3.*235B": ModelShape(
-        num_layers=94, hidden_size=4096, ffn_hidden_size=8 * 1536, num_attention_heads=64, moe_router_topk=8, **_MOE
-    ),
+    r"Qwen3.*30B.?A3B|Qwen3.MoE.30B": shape(48, 2048, 8 * 768, 32, 4, 151936, moe_router_topk=8),
+    r"Qwen3.*235B": shape(94, 4096, 8 * 1536, 64, 4, 151936, moe_router_topk=8),
     r"DeepSeek.?V3(?!.*proxy)": MODELS["deepseek-v3"],
     r"Kimi K2": replace(MODELS["deepseek-v3"], num_attention_heads=64, num_query_groups=64, padded_vocab_size=163840),
 }
@@ -154,13 +144,8 @@ def model_of(row: Row) -> ModelShape:
     if latents:
         raise ValueError("latents of a shape that is not known")
     width = moe["topk"] * moe.get("moe_ffn", given["ffn"]) + moe.get("shared", 0) if moe else given["ffn"]
-    return ModelShape(
-        num_layers=given["layers"],
-        hidden_size=given["hidden"],
-        ffn_hidden_size=width,
-        num_attention_heads=given["heads"],
-        num_query_groups=given["kv_heads"],
-        padded_vocab_size=given["vocab"],
+    return shape(
+        *(given["layers"], given["hidden"], width, given["heads"], given["kv_heads"], given["vocab"]),
         kv_channels=given.get("head") or given["hidden"] // given["heads"],
         gated_linear_unit=given["gated"],
         moe_router_topk=moe["topk"] if moe else 0,
@@ -183,8 +168,8 @@ def profile_of(row: Row, run: Run) -> tuple[Profile, str]:
         raise ValueError(f"no rate of products in {named} on {hardware}")
     if found := re.search(r"([\d.]+) TB/s", hardware):
         profile = replace(profile, memory_gb_per_s=profile.memory_gb_per_s * float(found[1]) / 3.35)
-    if "500 W" in hardware:
-        profile = replace(profile, assumed_tflops=profile.assumed_tflops * POWER ** (1 / 3))
+    if "500 W" in hardware:  # as Meta's H100s; at the limit, power goes with the cube of the clock
+        profile = replace(profile, assumed_tflops=profile.assumed_tflops * (500 / 700) ** (1 / 3))
     return profile, precision
 
 
@@ -274,18 +259,6 @@ def changed(row: Row, job: Job, passes: Passes, run: Run) -> Passes:
     return replace(passes, forward=forward, backward=backward)
 
 
-def flops_of(row: Row) -> str:
-    """Which FLOPs of attention a row's TFLOP/s count: in full, as Megatron and NeMo did, or the causal half."""
-    return row.get("attention_flops") or ("causal" if "llama-3.1" in row["source"] else "full")
-
-
-def model_flops(model: ModelShape, length: int, causal: bool) -> float:
-    """FLOPs of a token in windows of `length`, forward and backward."""
-    weights = model.num_layers * model.layer_weights + model.vocabulary_weights
-    pairs = length / 2 if causal else length
-    return 6 * (weights + model.num_layers * (model.query_size + model.output_size) * pairs)
-
-
 def training(row: Row) -> Iterator[Row]:
     """Speed of a training step: by tokens where they are published, or else by time or by FLOPs."""
     named = ("tokens_per_s_per_gpu", "step_time", "iteration_time", "tflops_per_gpu", "mfu")
@@ -302,9 +275,13 @@ def predicted(row: Row, run: Run, quantity: str) -> Row:
     count = job.micro_batches_per_rank
     step = step_of(job, [[plan] * count], [changed(row, job, pass_times(job, [plan] * count), run)])
     seconds, tokens, gpus = step.time / 1e6, job.batch_tokens, job.parallel.num_gpus
-    flops = flops_of(row)
-    tflops = model_flops(job.model, job.context_length, flops == "causal") * tokens / gpus / seconds / 1e12
-    value = 100 * tflops / PEAK_TFLOPS if quantity.startswith("mfu") else tflops
+    # A row's TFLOP/s count attention in full, as Megatron and NeMo did, or the causal half.
+    flops = row.get("attention_flops") or ("causal" if "llama-3.1" in row["source"] else "full")
+    model, pairs = job.model, job.context_length / (2 if flops == "causal" else 1)
+    weights = model.num_layers * model.layer_weights + model.vocabulary_weights
+    of_token = 6 * (weights + model.num_layers * (model.query_size + model.output_size) * pairs)
+    tflops = of_token * tokens / gpus / seconds / 1e12
+    value = 100 * tflops / 989 if quantity.startswith("mfu") else tflops
     if "time" in quantity:
         value = seconds
     elif quantity.startswith("tokens"):
@@ -358,16 +335,9 @@ def distributed(row: Row) -> Iterator[Row]:
     if group_of(row) != "SandAI-org/MagiAttention" or gpu_of(asked(row, "hardware")) != "h100":
         raise ValueError("its documents or its kernels are not known")
     cp, length, heads = asked(row, "layout.cp"), asked(row, "sequence"), attention.PUBLICATIONS["SandAI-org"]["heads"]
-    model = ModelShape(
-        num_layers=1,
-        hidden_size=1,
-        ffn_hidden_size=1,
-        num_attention_heads=heads,
-        num_query_groups=8,
-        padded_vocab_size=0,
-    )
-    sizes = {"parallel": Parallel(cp=cp), "context_length": length, "global_batch_size": 1, "crossover_tokens": 1}
-    job = make_job(model=model, profile=load_profile("h100-fa3"), **sizes).sharded(cp_sharding="per-document")
+    sizes = {"parallel": Parallel(cp=cp), "global_batch_size": 1, "crossover_tokens": 1, "cp_exchange": "shared"}
+    job = attention_job(length, (heads, 8), cp, profile=load_profile("h100-fa3"), **sizes)
+    job = job.sharded(cp_sharding="per-document")
     packs = [padded(lengths, 2 * cp) for lengths in documents_of(row, "SandAI-org")]
     of = np.array([[attention.flops(n, heads, each) / cp for n in packs] for each in ("forward", "backward")])
     timed = [cp_peers.magi_times(cp_peers.magi(lengths, cp), job) for lengths in packs]

@@ -7,11 +7,11 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,28 +23,17 @@ DOCS = ROOT / "docs"
 PACKAGES = ("numpy", "scipy", "torch", "megatron-core", "transformer-engine", "flash-attn", "triton")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """A number that a benchmark set out to reach; one that is missed stays in the file as missed."""
-
-    name: str
-    value: float
-    goal: float
-    direction: str
-    """<= or >=."""
-
-    @property
-    def holds(self) -> bool:
-        # JSON takes Python's bool, not NumPy's.
-        return bool(self.value <= self.goal if self.direction == "<=" else self.value >= self.goal)
+Goal = dict[str, Any]
+"""A number that a benchmark set out to reach; one that is missed stays in the file as missed."""
 
 
 def at_most(name: str, value: float, goal: float) -> Goal:
-    return Goal(name=name, value=value, goal=goal, direction="<=")
+    # JSON takes Python's bool, not NumPy's.
+    return {"name": name, "value": value, "goal": goal, "direction": "<=", "holds": bool(value <= goal)}
 
 
 def at_least(name: str, value: float, goal: float) -> Goal:
-    return Goal(name=name, value=value, goal=goal, direction=">=")
+    return {"name": name, "value": value, "goal": goal, "direction": ">=", "holds": bool(value >= goal)}
 
 
 def parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser:
@@ -81,8 +70,8 @@ def finish(
 def conclude(goals: Sequence[Goal], check: bool) -> None:
     """Print which goals hold; with `check`, exit with 1 if one is missed."""
     for g in goals:
-        print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.6g} ({g.direction} {g.goal:g})")
-    if check and not all(g.holds for g in goals):
+        print(f"{'holds ' if g['holds'] else 'MISSED'} {g['name']} = {g['value']:.6g} ({g['direction']} {g['goal']:g})")
+    if check and not all(g["holds"] for g in goals):
         sys.exit(1)
 
 
@@ -143,7 +132,7 @@ def write(
         "versions": {"python": platform.python_version(), **_versions()},
         "settings": settings,
         "rows": rows,
-        "goals": [asdict(g) | {"holds": g.holds} for g in goals],
+        "goals": goals,
     }
     folder = folder or FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,10 +157,8 @@ def _commit() -> str:
 
 def _cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+    found = re.search(r"^model name\s*: *(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return found[1] if found else platform.machine()
 
 
 def _versions() -> dict[str, str]:

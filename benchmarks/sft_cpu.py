@@ -1,4 +1,4 @@
-"""How much faster `--sft --wlb` trains conversations than upstream: measured on two cores, predicted for 64 GPUs.
+"""How much faster `--sft --wlb` trains conversations than upstream, on two cores.
 
     python -m benchmarks.sft_cpu [--quick] [--check]
 
@@ -28,21 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import cp_balance, results, step_time
+from benchmarks import results
 from benchmarks.critical_path import critical_path, ratio_error
 from benchmarks.end_to_end_cpu import measure_profile
 from benchmarks.lengths import WINDOW
-from benchmarks.peers import as_megatron
 from benchmarks.results import Row
-from benchmarks.step_time import Case
 from benchmarks.training_cpu import Steps, Turns, arguments, by_turns, train, warm
-from megatron_wlb.documents import PackedBatch
-from megatron_wlb.job import Job
-from megatron_wlb.plan.micro_batches import predictions
-from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.samples import Rows, Samples
-from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate.step import simulate_step
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 
 SHORTER = 16
@@ -57,8 +48,6 @@ LAYOUTS = {"DP=2": "", "CP=2": "--context-parallel-size 2", "PP=2": "--pipeline-
 AS_UPSTREAM = "--wlb-packing megatron --wlb-cp-sharding per-document"
 FORMAT, FORMAT_TOKENS = "nemotron-nano-v2", 30
 """Its name, and its tokens around a question and its answer, whose letters are tokens."""
-GPUS = Case("8B CP8", WINDOW, 16, 1), Case("8B CP4 PP2", WINDOW, 16, 1)
-"""Cases of `step_time` that are predicted."""
 FULL, SINGLE = "full lines", "a conversation a line"
 UPSTREAM, OURS = "upstream", "--sft --wlb"
 GOAL = 1.5
@@ -149,62 +138,18 @@ def of_steps(layout: str, ranks: list[Steps], clock: str) -> list[float]:
     return found
 
 
-def predicted(steps: int) -> list[Row]:
-    """Speed-ups of Llama 3 8B at 128K on 64 H100 over upstream: a row for each layout and kind of file.
-
-    Memory is taken to be enough for what `--wlb-micro-batches auto` chooses. Dynamic CP is compared with `--wlb` by a
-    layer (`cp_balance`), without a pipeline; it packs whole steps without padding, too.
-    """
-    lengths, found = mix(4000 * steps), []
-
-    def steps_of(job: Job, data: Samples) -> tuple[list[PackedBatch], float]:
-        packer = Packer(data, job)
-        batches = [packer.next().batch for _ in range(steps)]
-        return batches, sum(simulate_step(job, shard_step(job, each.lengths, each.ranks)).time for each in batches)
-
-    for (kind, begins), case in itertools.product(lines(lengths, WINDOW).items(), GPUS):
-        given = Samples(parts=[rows_of(lengths, begins)], context_length=WINDOW)
-        windows = Samples(parts=[rows_of(padded(lengths, begins, WINDOW), begins)], context_length=WINDOW)
-        make = partial(step_time.job_of, case)
-        ours = make()
-        _, theirs = steps_of(as_megatron(ours, cp_sharding="per-document"), windows)
-        auto, _ = predictions(ours, make, given, memory_known=True)
-        row: Row = {"layout": case.layout, "over": f"{UPSTREAM}, {kind}"}
-        row["micro-batches by auto"] = auto.num_micro_batches
-        for method, job in (("--wlb", ours), ("--wlb-micro-batches auto", auto)):
-            batches, took = steps_of(job, given)
-            row[method] = theirs / took
-            if job is ours and job.parallel.pp == 1:
-                made = [each for batch in batches for each in batch.lengths if len(each)]
-                sizes = {"window": WINDOW, "cp": job.parallel.cp, "model": job.model, "tp": job.parallel.tp}
-                timed = cp_balance.layers(made, cp_balance.job_of(**sizes))
-                row["dynamic CP"] = row[method] * float(timed[cp_balance.OURS][0] / timed["dynamic CP"][0])
-        found.append(row)
-    return found
-
-
-def rows_of(lengths: np.ndarray, begins: np.ndarray) -> Rows:
-    """Samples of lines."""
-    count = len(begins) - 1
-    sizes = {"context_length": WINDOW, "num_samples": count}
-    return Rows(rows=np.arange(count), begins=begins, lengths=lengths, **sizes)
-
-
 def main() -> None:
     args = results.parser(__doc__, "two steps").parse_args()
     steps = 2 if args.quick else STEPS
     size = Namespace(window=WINDOW // SHORTER, steps=steps, lines=(1 + steps) * WINDOWS)
     with tempfile.TemporaryDirectory() as folder:
         rows = measured(Path(folder), size)
-    forecast = predicted(2 if args.quick else 12)
     lengths = mix(100_000)
     settings = {**vars(size), "windows": WINDOWS, "long_share": LONG_SHARE, "long": LONG, "median": MEDIAN}
     settings["padding"] = {
         kind: 1 - float(lengths.sum() / (len(begins) - 1) / WINDOW) for kind, begins in lines(lengths, WINDOW).items()
     }
-    settings["predicted"] = forecast
     results.show(rows)
-    results.show(forecast)
     name = "time of computing, over"
     wanted = [
         results.at_least(f"{row['layout']}: {name} {row['over']}", row["over theirs, computing"], GOAL) for row in rows

@@ -1,20 +1,15 @@
 """Shapes of decoder-only models, by Megatron's names for their sizes."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 FULL, WINDOWED, MLP, EXPERTS, DELTA_NET, MAMBA = "*", "W", "-", "E", "G", "M"
 """Kinds of layers, and parts of them: attention to all of a document or in a window, an MLP, experts, a gated delta
 net, Mamba."""
-
-
-MOST_CROSSOVER = 1 << 24
-"""Of a model without attention; work stays within 64 bits."""
 
 
 class Matrix(NamedTuple):
@@ -35,10 +30,9 @@ class Matrix(NamedTuple):
 
     def shape(self, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, float, float]:
         """Return rows, outputs and inputs of the product on one of so many tensor-parallel ranks."""
-        of = {
-            name: 1 / (ranks * self.copies) if name == self.divided else 1.0 for name in ("rows", "outputs", "inputs")
-        }
-        return rows * self.copies * of["rows"], self.outputs * of["outputs"], self.inputs * of["inputs"]
+        sizes = {"rows": rows * self.copies, "outputs": self.outputs, "inputs": self.inputs}
+        sizes[self.divided] = sizes[self.divided] * (1 / (ranks * self.copies))
+        return sizes["rows"], sizes["outputs"], sizes["inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,11 +192,6 @@ class ModelShape:
         ]
 
     @property
-    def expanded_weights(self) -> int:
-        """Weights of the matrix from latents to keys and values, or 0."""
-        return math.prod(self.projections[2]) if self.kv_lora_rank else 0
-
-    @property
     def qkv_weights(self) -> int:
         return sum(outputs * inputs for outputs, inputs in self.projections)
 
@@ -267,9 +256,10 @@ class ModelShape:
 
     @property
     def crossover_tokens(self) -> int:
-        """Crossover length Lc by FLOPs: 2 per weight; QK^T and PV over half."""
+        """Crossover length Lc by FLOPs: 2 per weight; QK^T and PV over half. 1 << 24 without attention: work stays
+        within 64 bits."""
         pair = (self.query_size + self.output_size) * self.attention_layers
-        return max(1, 2 * self.token_weights * self.num_layers // pair) if pair else MOST_CROSSOVER
+        return max(1, 2 * self.token_weights * self.num_layers // pair) if pair else 1 << 24
 
     def kv_values_per_rank(self, tp: int) -> int:
         return self.heads_per_rank(tp)[1] * sum(self.head_sizes)
@@ -279,16 +269,10 @@ class ModelShape:
         return max(1, self.num_attention_heads // tp), max(1, self.num_query_groups // tp)
 
 
-def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, **rest: int) -> ModelShape:
-    return ModelShape(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        padded_vocab_size=vocab,
-        **rest,  # type: ignore[arg-type]
-    )
+def shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, **rest: Any) -> ModelShape:
+    """Return a shape of these sizes; `rest` are other fields of `ModelShape`."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "padded_vocab_size": vocab}
+    return ModelShape(**sizes, num_attention_heads=heads, num_query_groups=groups, **rest)
 
 
 def latent_sizes(
@@ -307,15 +291,15 @@ def latent_sizes(
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 _V2_LITE, _V3 = (latent_sizes(q_lora_rank=rank, **_DEEPSEEK) for rank in (None, 1536))
 MODELS = {
-    "550m": _shape(24, 1280, 3456, 10, 10, 32000),
-    "llama2-7b": _shape(32, 4096, 11008, 32, 32, 32000),
-    "llama3-8b": _shape(32, 4096, 14336, 32, 8, 128256),
-    "30b": _shape(48, 7168, 19200, 56, 56, 32000),
-    "codellama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
-    "llama2-70b": _shape(80, 8192, 28672, 64, 8, 32000),
-    "llama3-405b": _shape(126, 16384, 53248, 128, 8, 128256),
-    "deepseek-v2-lite": _shape(27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, **_V2_LITE),
-    "deepseek-v3": _shape(61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, **_V3),
+    "550m": shape(24, 1280, 3456, 10, 10, 32000),
+    "llama2-7b": shape(32, 4096, 11008, 32, 32, 32000),
+    "llama3-8b": shape(32, 4096, 14336, 32, 8, 128256),
+    "30b": shape(48, 7168, 19200, 56, 56, 32000),
+    "codellama-34b": shape(48, 8192, 22016, 64, 8, 32000),
+    "llama2-70b": shape(80, 8192, 28672, 64, 8, 32000),
+    "llama3-405b": shape(126, 16384, 53248, 128, 8, 128256),
+    "deepseek-v2-lite": shape(27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, **_V2_LITE),
+    "deepseek-v3": shape(61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, **_V3),
 }
 """llama2-7b, codellama-34b, llama2-70b: published (Touvron et al. 2023, Roziere et al. 2023); llama3-8b, llama3-405b:
 The Llama 3 Herd of Models, table 3; deepseek-v2-lite, deepseek-v3: their technical reports (2024), but with experts in

@@ -1,23 +1,18 @@
 """The simulated jobs: Table 1 of the paper under one calibration for all figures."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from benchmarks.lengths import f2
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel, Sharding
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.pipeline.split import EVEN, Split
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
-from megatron_wlb.simulate.step import simulate_step
 
-DOCUMENTS = 400_000
 VPP = 2
 S_MAX = 1.25
 MEAN_DELAY = 0.5
@@ -31,7 +26,7 @@ CALIBRATION = (
     (
         "linear_tflops",
         PROFILE.assumed_tflops,
-        "products of 16,384 rows on an H100, by PyTorch; checked by llama3_tflops",
+        "products of 16,384 rows on an H100, by PyTorch; checked by Llama 3 405B in published.json",
     ),
     ("wave_outputs", PROFILE.wave_outputs, "of an H100; half of a product's last wave is idle"),
     ("kernel_us", PROFILE.kernel_us, "assumed, between two kernels"),
@@ -39,11 +34,7 @@ CALIBRATION = (
     ("link_gb_per_s", PROFILE.network.link_gb_per_s, "assumed: 400 Gbit/s a GPU, of which 90 % arrive"),
     ("hop_us", PROFILE.network.hop_us, "assumed"),
     ("attention", PROFILE.name, "megatron_wlb/hardware/profiles: fitted to FlashAttention-2 on an H100, as published"),
-    (
-        "network",
-        PROFILE.network.name,
-        "megatron_wlb/hardware/networks: fitted to NCCL on 2 to 8 H100, by DistCA",
-    ),
+    ("network", PROFILE.network.name, "megatron_wlb/hardware/networks: fitted to NCCL on 2 to 8 H100, by DistCA"),
     ("tp_overlap", 0.0, "assumed; the paper overlaps some, and does not say how much"),
     ("dp_overlap", PROFILE.dp_overlap, "assumed"),
     ("VPP", VPP, "assumed, the least that is interleaved as the paper's is; see step_seconds for a check"),
@@ -62,15 +53,9 @@ CALIBRATION = (
 """No constant is fitted to a figure, except those of F2, which are fitted to Table 2."""
 
 
-@lru_cache(maxsize=8)
-def documents(window: int, seed: int) -> np.ndarray:
-    """Lengths of F2's documents."""
-    return f2(DOCUMENTS, seed, window)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A training job of the paper and its documents."""
+    """A training job of the paper."""
 
     name: str
     job: Job
@@ -79,10 +64,6 @@ class Case:
     @property
     def window(self) -> int:
         return self.job.context_length
-
-    def lengths(self, seed: int = 0) -> np.ndarray:
-        """Lengths as they come, int64 [documents]."""
-        return documents(self.window, seed)
 
     def changed(self, **job: Any) -> "Case":
         """The case with other fields of the job, which change the crossover."""
@@ -98,11 +79,11 @@ def crossover(job: Job) -> int:
     return round(job.context_length * linear / sum(float(t.attention.mean()) for t in times))
 
 
-def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, int], split: Split = EVEN) -> Case:
+def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, int]) -> Case:
     tp, cp, pp, dp = layout
     job = make_job(
         model=MODELS[model],
-        parallel=Parallel(tp=tp, cp=cp, pp=pp, dp=dp, vpp=VPP, group_size=pp, split=split),
+        parallel=Parallel(tp=tp, cp=cp, pp=pp, dp=dp, vpp=VPP, group_size=pp),
         context_length=kilo_tokens << 10,
         global_batch_size=pp * dp,  # the paper's global batch
         max_tokens=round(S_MAX * (kilo_tokens << 10)),
@@ -129,33 +110,3 @@ TABLE_1 = (
 SEVEN_128 = TABLE_1[3]
 LAYER = SEVEN_128.changed(parallel=replace(SEVEN_128.job.parallel, cp=4))
 """Figure 15: CP = 4; TP as in 7B-128K, which the paper does not say."""
-
-
-def slower_attention(case: Case, factor: float) -> Case:
-    """The case with attention that takes `factor` times as long."""
-    profile = case.job.profile
-    assert profile.backward is not None
-    slower = {"forward": profile.forward.scaled(factor), "backward": profile.backward.scaled(factor)}
-    return case.changed(profile=replace(profile, **slower))
-
-
-def llama3_tflops() -> dict[str, float]:
-    """A check of the calibration by a published training: Llama 3 405B at 8K tokens, model TFLOP/s per GPU.
-
-    The Llama 3 Herd of Models, table 4: 430 on 8,192 GPUs and 400 on 16,384 (TP 8, PP 16, 16 M tokens a step). Micro-
-    batches of one window of one document; one layer per chunk, as its section 3.3.2 balances the ends.
-    """
-    edges = Split(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
-    big = _case("405B", "llama3-405b", 128, (8, 16, 16, 4), edges).job
-    tflops = {}
-    for dp, micro_batches in ((64, 32), (128, 16)):
-        parallel = replace(big.parallel, cp=1, dp=dp, vpp=8)
-        counts = dict.fromkeys(("num_micro_batches", "global_batch_size"), micro_batches * dp)
-        job = replace(big, parallel=parallel, context_length=8192, max_tokens=8192, **counts)
-        plan = shard(np.array([8192]), job)
-        step = simulate_step(job, [[plan] * micro_batches] * dp)
-        model, tokens = job.model, 8192 * micro_batches * dp
-        weights = model.num_layers * model.layer_weights + model.vocabulary_weights
-        flops = 6 * tokens * (weights + model.num_layers * model.query_size * 8192)
-        tflops[f"{parallel.num_gpus} GPUs"] = flops / step.time / 1e6 / parallel.num_gpus
-    return tflops

@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks import metrics, results
 from benchmarks.fixed import FixedPacking
-from benchmarks.lengths import packer
+from benchmarks.lengths import f2, packer
 from benchmarks.metrics import balanced_time
-from benchmarks.paper.cases import HOPPER, LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case, slower_attention
+from benchmarks.paper.cases import HOPPER, LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case
 from benchmarks.results import Row
 from megatron_wlb.documents import PackedBatch, document_work
 from megatron_wlb.hardware.profile import load_profile
@@ -73,6 +73,11 @@ class Outcome:
     times: np.ndarray
 
 
+@lru_cache(maxsize=8)
+def documents(window: int, seed: int) -> np.ndarray:
+    return f2(400_000, seed, window)
+
+
 def algorithm_1(case: Case, shares: Sequence[float]) -> WlbPacking:
     """Algorithm 1 with thresholds in shares of the window."""
     return WlbPacking(outlier_thresholds=tuple(round(s * case.window) for s in shares))
@@ -80,7 +85,7 @@ def algorithm_1(case: Case, shares: Sequence[float]) -> WlbPacking:
 
 def pack(case: Case, scheme: Scheme, steps: int, seed: int = 0) -> tuple[list[PackedStep], list[float]]:
     """Steps of a scheme's packing after the first tenth, and the ms that each took."""
-    packs, packed, ms = packer(case.lengths(seed), scheme.job(case)), [], []
+    packs, packed, ms = packer(documents(case.window, seed), scheme.job(case)), [], []
     for _ in range(steps):
         begin = time.perf_counter()
         packed.append(packs.next())
@@ -89,10 +94,9 @@ def pack(case: Case, scheme: Scheme, steps: int, seed: int = 0) -> tuple[list[Pa
     return packed[skipped:], ms[skipped:]
 
 
-def summary(case: Case, packed: Sequence[PackedStep]) -> metrics.Summary:
+def summary(case: Case, packed: Sequence[PackedStep]) -> Row:
     """Balance by work, delay and tokens."""
-    measured = [metrics.measure(p.batch, p.step, case.job) for p in packed]
-    return metrics.summarise(measured, num_waiting=packed[-1].num_waiting, skip=0)
+    return metrics.summarise([metrics.measure(p.batch, p.step, case.job) for p in packed], skip=0)
 
 
 @lru_cache(maxsize=64)
@@ -102,7 +106,7 @@ def tuned(case: Case, num_queues: int = 2) -> tuple[float, ...]:
     def quality(shares: tuple[float, ...]) -> tuple[float, float]:
         packed, _ = pack(case, replace(WLB, packing=algorithm_1(case, shares)), TUNING_STEPS, seed=1)
         balance = summary(case, packed)
-        return max(0.0, balance.late_steps - MEAN_DELAY), balance.imbalance_mean
+        return max(0.0, balance["late_steps"] - MEAN_DELAY), balance["imbalance_mean"]
 
     return min((tuple(e / 8 for e in eighths) for eighths in combinations(range(1, 8), num_queues)), key=quality)
 
@@ -193,10 +197,8 @@ def _packing(label: str, case: Case, scheme: Scheme, steps: int) -> Row:
         "packing": label,
         "imbalance": float(np.mean(latency)),
         "standard_error": float(np.std(latency, ddof=1) / np.sqrt(len(latency))),
-        "imbalance_by_work": balance.imbalance_mean,
-        "late_steps": balance.late_steps,
-        "max_delay_steps": balance.max_delay_steps,
-        "token_cv": balance.token_cv,
+        "imbalance_by_work": balance["imbalance_mean"],
+        **{name: balance[name] for name in ("late_steps", "max_delay_steps", "token_cv")},
         "measured_ms": float(np.median(ms)),
         "steps": len(packed),
     }
@@ -231,7 +233,10 @@ def figure_15(micro_batches: int) -> list[Row]:
     rows = []
     for kilo_tokens in (64, 128):
         case = LAYER.changed(context_length=kilo_tokens << 10, max_tokens=kilo_tokens * 1280)
-        slower, assumption = slower_attention(case, SLOWER), f"per-document attention x {SLOWER:g}"
+        assumption, profile = f"per-document attention x {SLOWER:g}", case.job.profile
+        assert profile.backward is not None
+        slow = {"forward": profile.forward.scaled(SLOWER), "backward": profile.backward.scaled(SLOWER)}
+        slower = case.changed(profile=replace(profile, **slow))
         packed, _ = pack(case, PLAIN, -(-micro_batches // case.job.num_micro_batches))
         times: dict[str, list[float]] = {}
         for lengths in [lengths for p in packed for lengths in p.batch.lengths]:
@@ -239,8 +244,8 @@ def figure_15(micro_batches: int) -> list[Row]:
             us = {name: _time(each) for name, each in layers.items()}
             us["WLB-LLM"] = us.pop("paper")
             us["optimal of the two"] = min(us["per-sequence"], us["per-document"])
-            slow = _time(_layer(slower, FIXED["per-document"], lengths))
-            us |= {f"per-document, {assumption}": slow, f"optimal, {assumption}": min(us["per-sequence"], slow)}
+            us[f"per-document, {assumption}"] = _time(_layer(slower, FIXED["per-document"], lengths))
+            us[f"optimal, {assumption}"] = min(us["per-sequence"], us[f"per-document, {assumption}"])
             us["ours, balance alone"] = _time(_layer(case, BALANCE, lengths))
             us["ours"] = _time(_layer(case, OURS, lengths))
             us["limit of balance"] = sum(_alike(each) for each in layers["per-sequence"])

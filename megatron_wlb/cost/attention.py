@@ -1,5 +1,6 @@
 """Times of a job's attention, of its exchange of K and V, and the kernel model that its sharding uses."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,10 +13,6 @@ from megatron_wlb.model import FULL
 
 Directions = tuple[np.ndarray, np.ndarray]
 """Forward and backward of one layer, in us, float64 [M] each."""
-
-
-def exchange_parts(job: Job) -> int:
-    return job.parallel.cp if job.cp_exchange == "ring" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +30,7 @@ class ExchangeModel:
 
     def times(self, rows: np.ndarray) -> Directions:
         """Return times in which K and V arrive and gradients leave the busiest rank."""
-        arrive, leave = (np.where(rows > 0, self.latency + rows * each, 0.0) for each in (self.arrive, self.leave))
-        return arrive, leave
+        return tuple(np.where(rows > 0, self.latency + rows * each, 0.0) for each in (self.arrive, self.leave))
 
 
 def exchange_model(job: Job) -> ExchangeModel:
@@ -46,13 +42,9 @@ def exchange_model(job: Job) -> ExchangeModel:
         return _latents_model(job, latency, byte)
     value = job.model.kv_values_per_rank(job.parallel.tp) * byte
     before = 0 if "core_attn" in job.recompute.dropped else job.model.weights_of(FULL) - job.model.qkv_weights
-    flops = 2 * before / job.parallel.tp
-    return ExchangeModel(
-        latency=latency,
-        arrive=value * job.bytes_per_value,
-        leave=value * job.cp_gradient_bytes,
-        ahead=flops / rates(job)[1] / 1e6,
-    )
+    ahead = 2 * before / job.parallel.tp / rates(job)[1] / 1e6
+    arrive, leave = value * job.bytes_per_value, value * job.cp_gradient_bytes
+    return ExchangeModel(latency=latency, arrive=arrive, leave=leave, ahead=ahead)
 
 
 def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
@@ -89,7 +81,7 @@ def rates(job: Job) -> tuple[float, float]:
 
 def expansion(job: Job) -> tuple[float, float]:
     """Return us to expand K and V of a row from latents, forward and backward."""
-    flops = 2 * job.model.expanded_weights / job.parallel.tp / 1e6
+    flops = 2 * math.prod(job.model.projections[2]) / job.parallel.tp / 1e6
     forward, backward = rates(job)
     return flops / forward, 2 * flops / backward
 
@@ -118,9 +110,8 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
 def attention_kernels(job: Job, window: int | None = None) -> tuple[KernelModel, KernelModel]:
     """Attention of one layer on one rank, forward and backward, without communication."""
     heads, size = job.model.heads_per_rank(job.parallel.tp)[0], job.model.head_size
-    forward, backward = job.profile.kernels(
-        heads=heads, head_size=size, parts=exchange_parts(job), fp8=job.fp8_attention
-    )
+    parts = job.parallel.cp if job.cp_exchange == "ring" else 1
+    forward, backward = job.profile.kernels(heads=heads, head_size=size, parts=parts, fp8=job.fp8_attention)
     return replace(forward, window=window), replace(backward, window=window)
 
 

@@ -1,7 +1,6 @@
 """Communication times: fitted to NCCL within a node, assumed between nodes."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from typing import NamedTuple
@@ -9,12 +8,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-MOVED: dict[str, Callable[[int], float]] = {
-    "all_gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-}
-"""Share of the whole buffer that enters every rank in a ring, as NCCL's "bus bandwidth" counts it."""
+
+def _moved(name: str, ranks: int) -> float:
+    """Share of the whole buffer that enters every rank in a ring, as NCCL's "bus bandwidth" counts it."""
+    return (2 if name == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 class Group(NamedTuple):
@@ -55,11 +52,11 @@ class Network:
         local = min(group.size, max(1, self.gpus_per_node // group.stride))
         nodes = -(-group.size // local)
         latency, inside = self._within_node(name, local) if local > 1 else (0.0, np.inf)
-        enters = num_bytes * MOVED[name](group.size)
+        enters = num_bytes * _moved(name, group.size)
         time = enters / inside
         if nodes > 1:
             latency += self.hop_us * (nodes - 1)
-            time = np.maximum(time, num_bytes * MOVED[name](nodes) / (local * self.link_gb_per_s))
+            time = np.maximum(time, num_bytes * _moved(name, nodes) / (local * self.link_gb_per_s))
         return latency + time / 1e3
 
     def all_to_all(self, group: Group, joined: int = 0) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -182,20 +182,13 @@ class Profile:
         """
         size = 1.0 if head_size is None or self.head_size is None else head_size / self.head_size
 
-        def kernel(times: KernelTimes, ratio: float) -> KernelModel:
-            return KernelModel(
-                tile_rows=self.tile_rows,
-                launch=times.launch * ratio,
-                tile=times.tile * ratio * size,
-                query_tile=times.query_tile * ratio * size,
-                heads=heads,
-                parts=parts,
-            )
+        def kernel(times: KernelTimes) -> KernelModel:
+            sized = replace(times, tile=times.tile * size, query_tile=times.query_tile * size)
+            return KernelModel(tile_rows=self.tile_rows, heads=heads, parts=parts, **asdict(sized))
 
-        if fp8 and self.fp8:
-            return kernel(self.fp8[0], 1.0), kernel(self.fp8[1], 1.0)
-        backward = kernel(self.backward, 1.0) if self.backward else kernel(self.forward, self.attention_backward)
-        return kernel(self.forward, 1.0), backward
+        own = self.forward, self.backward or self.forward.scaled(self.attention_backward)
+        forward, backward = self.fp8 if fp8 and self.fp8 else own
+        return kernel(forward), kernel(backward)
 
     def misfit(self, device: str | None, precision: str) -> str:
         """Return how a run's device or precision is not of this profile, with the remedy; "" if it is."""

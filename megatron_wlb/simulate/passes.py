@@ -5,13 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from megatron_wlb.cost.attention import (
-    Directions,
-    attention_kernels,
-    exchange_model,
-    expansion,
-    exposed_exchange,
-)
+from megatron_wlb.cost.attention import Directions, attention_kernels, exchange_model, expansion, exposed_exchange
 from megatron_wlb.cost.linear import (
     head_exchange,
     joining_matrix,
@@ -180,8 +174,7 @@ def _layer_times(
         )
         for i in range(2)
     )
-    full = job.recompute.granularity == "full"
-    return forward, _sum((1, 1), (backward, forward)) if full else backward
+    return forward, _sum((1, 1), (backward, forward)) if job.recompute.granularity == "full" else backward
 
 
 def _sum(factors: Sequence[float] | np.ndarray, times: Sequence[LayerTimes]) -> LayerTimes:

@@ -182,11 +182,8 @@ def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def micro_batch_times(step: SimulatedStep) -> np.ndarray:
     """Return us of a layer per micro-batch, with equal CP ranks: float64 [dp, M]."""
-    by_direction = [
-        [layer.total - layer.slowest + layer.attention.mean(axis=1) for layer in passes.layers]
-        for passes in step.passes
-    ]
-    return np.sum(by_direction, axis=1)
+    layers = [[each.total - each.slowest + each.attention.mean(axis=1) for each in p.layers] for p in step.passes]
+    return np.sum(layers, axis=1)
 
 
 def attention_of_ranks(step: SimulatedStep) -> np.ndarray:
@@ -213,8 +210,15 @@ def trace_of(step: SimulatedStep) -> dict[str, Any]:
 
 
 def _events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
+    def named(what: str, name: str, **ids: int) -> dict[str, Any]:
+        return {"ph": "M", "name": f"{what}_name", "args": {"name": name}, **ids}
+
+    def event(name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+        times = {"ts": float(np.round(start, 3)), "dur": float(np.round(end - start, 3))}
+        return {"ph": "X", "name": name, "cat": name.split()[0], "pid": rank, "tid": stage, **times, "args": args}
+
     for rank, (timeline, micro_batches) in enumerate(zip(step.timelines, step.shards, strict=True)):
-        yield _named("process", f"data-parallel rank {rank}", pid=rank)
+        yield named("process", f"data-parallel rank {rank}", pid=rank)
         described = [
             {
                 "tokens": int(plan.lengths.sum()),
@@ -226,21 +230,12 @@ def _events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
             for plan in micro_batches
         ]
         for stage in range(timeline.schedule.num_stages):
-            yield _named("thread", f"stage {stage}", pid=rank, tid=stage)
+            yield named("thread", f"stage {stage}", pid=rank, tid=stage)
             for backward, chunk, micro_batch in timeline.schedule.ops(stage).tolist():
                 at = (int(backward), stage, chunk, micro_batch)
                 name = f"{'FB'[backward]} c{chunk} m{micro_batch}"
-                yield _event(name, rank, stage, timeline.start[at], timeline.end[at], described[micro_batch])
+                yield event(name, timeline.start[at], timeline.end[at], described[micro_batch])
             begin = max(t.makespan for t in step.timelines)
             for name in ("gradients", "optimizer", "parameters"):
-                yield _event(name, rank, stage, begin, begin + getattr(step, name), {})
+                yield event(name, begin, begin + getattr(step, name), {})
                 begin += getattr(step, name)
-
-
-def _named(what: str, name: str, **ids: int) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{what}_name", "args": {"name": name}, **ids}
-
-
-def _event(name: str, pid: int, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-    times = {"ts": float(np.round(start, 3)), "dur": float(np.round(end - start, 3))}
-    return {"ph": "X", "name": name, "cat": name.split()[0], "pid": pid, "tid": tid, **times, "args": args}

@@ -53,21 +53,6 @@ def test_it_runs(module, options, name, tmp_path):
         assert found["settings"].keys() <= before["settings"].keys()
 
 
-def test_analyze(tmp_path, monkeypatch):
-    """The report of fewer documents, for one of the jobs."""
-    from benchmarks import analyze
-
-    monkeypatch.setattr(analyze, "DOCUMENTS", 20_000)
-    monkeypatch.setattr(analyze, "STEPS", 2)
-    monkeypatch.setattr(analyze, "JOBS", {"7B": analyze.JOBS["7B"]})
-    monkeypatch.setattr(sys, "argv", ["analyze", "--output", str(tmp_path)])
-    analyze.main()
-    rows = json.loads((tmp_path / "analyze.json").read_text())["rows"]
-    before = json.loads((results.FOLDER / "analyze.json").read_text())["rows"]
-    assert {row["scheme"] for row in rows} == {row["scheme"] for row in before}
-    assert {key for row in rows for key in row} == {key for row in before for key in row}
-
-
 def test_a_missed_goal_is_told_and_fails_only_a_check(capsys):
     goals = [results.at_most("error", np.float64(0.04), 0.05), results.at_least("speed", 1.2, 1.5)]
     results.conclude(goals, check=False)

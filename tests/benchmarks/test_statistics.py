@@ -42,7 +42,7 @@ def test_convergence_is_compared_by_seed(logs):
     sentences = convergence_report.verdicts(list(rows.values()))
     for sentence, verdict in zip(sentences, ("open", "open", "equivalent", "worse"), strict=True):
         assert f"`: {verdict}" in sentence and "3 seeds" in sentence
-    goals = {goal.name: goal.holds for goal in convergence_report.goals(list(rows.values()))}
+    goals = {goal["name"]: goal["holds"] for goal in convergence_report.goals(list(rows.values()))}
     narrow = "half of the 95 % interval of the difference to original, percent of the loss"
     alike = "p of the two one-sided tests within 0.5 % of original"
     held = {"original-shuffled": False, "wlb": False, "delay": True, "fixed-8": True}
