@@ -3,9 +3,9 @@
 import argparse
 import re
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Self, get_args
 
 import msgspec
 import numpy as np
@@ -14,13 +14,11 @@ from megatron_wlb import files
 from megatron_wlb.cli.common import integer
 from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_log
 from megatron_wlb.describe.arguments import SWITCHED_OFF, MegatronArguments, flag_of, short
-from megatron_wlb.describe.flags import PlanSettings, RunSettings, add_wlb_arguments
-from megatron_wlb.describe.megatron import has_linear_layers, job_of, precision_of
-from megatron_wlb.describe.shape import model_of
+from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.megatron import Description, has_linear_layers, precision_of
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
-from megatron_wlb.job import Job, Packing, Sharding
-from megatron_wlb.model import MODELS, ModelShape
-from megatron_wlb.packing import policy_of
+from megatron_wlb.job import Job
+from megatron_wlb.model import MODELS
 from megatron_wlb.simulate.memory import DEVICE_SHARE, OPTIMIZER_BYTES, WEIGHT_BYTES, stage_weights
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
@@ -29,8 +27,6 @@ _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 """Models by patterns in the names of their tokenizers."""
 DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
 """Arguments that name the data."""
-MODEL_GROUPS = ("model", "multi-latent attention")
-"""Groups of the flags that `shape_of` reads: of layers that `measure` times."""
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] | None = None) -> None:
@@ -79,39 +75,16 @@ def _gpu(text: str) -> str:
     return gpu
 
 
-def shape_of(args: argparse.Namespace) -> ModelShape:
-    """Return the model of `MODEL_GROUPS`. Raises ValueError if they describe none."""
-    return model_of(MegatronArguments.of(vars(args)), MODELS[args.model] if args.model else None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Description):
+    """A run that is given to a command, and how --wlb would train it."""
 
-
-class Run(NamedTuple):
-    """A run, and how --wlb would train it."""
-
-    arguments: MegatronArguments
-    model: str | None
-    """Name of a known model."""
-    packing: Packing
-    sharding: Sharding
-    settings: PlanSettings
-    run_settings: RunSettings
     launched: Launched
     judged: Judged
     notes: list[str]
     """Sentences on what was assumed."""
-    profile: str
-    """Name or file."""
     misfit: str
     """How the run's device or precision is not of the profile, or "" if it is."""
-    budget: float | None = None
-    """Bytes for activations in the run's own layout; None: not known. See `on_device`."""
-
-    def job(self, arguments: MegatronArguments | None = None, **given: Any) -> Job:
-        """Build the job of --wlb, in a layout; `given` are arguments of `make_job`."""
-        a = arguments or self.arguments
-        shape = model_of(a, MODELS[self.model] if self.model else None)
-        details: dict[str, Any] = {"packing": self.packing, "sharding": self.sharding, "settings": self.settings}
-        details |= {"budget_bytes": self.budget} if arguments is None else {}
-        return job_of(a, model=shape, default_profile=self.profile, **details | given)
 
     def budget_bytes(self, job: Job) -> float | None:
         """Return what training on GPUs of the profile leaves for activations in a job's layout; None: it cannot tell.
@@ -140,12 +113,11 @@ class Run(NamedTuple):
         others = others + held(experts, p.dp * p.cp * p.tp // p.expert_ranks)
         return DEVICE_SHARE * job.profile.memory_gib * 2**30 - float(others.max())
 
-    def on_device(self) -> "Run":
+    def on_device(self) -> Self:
         """Return the run with the memory that training would know, by which it chooses; notes if it is not known."""
-        settings = self.settings
-        if settings.memory_budget is not None:
-            return self._replace(budget=settings.memory_budget * 2**30)
-        free = self._replace(settings=settings.without_memory())
+        if self.budget is not None:
+            return self
+        free = self.without_memory()
         job = free.job()
         if (budget := free.budget_bytes(job)) is None:
             self.notes.append(
@@ -154,7 +126,7 @@ class Run(NamedTuple):
             )
             return free
         try:
-            (known := self._replace(budget=budget)).job()
+            (known := replace(self, budget=budget)).job()
             return known
         except ValueError as error:
             self.judged.remarks.append(
@@ -201,17 +173,13 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
     judged = judge(launched, arguments, approximate=args.approximate)
-    settings = PlanSettings.from_args(args)
-    profile = settings.profile or (GPUS[args.gpu] if args.gpu else DEFAULT_PROFILE)
+    profile = args.wlb_profile or (GPUS[args.gpu] if args.gpu else DEFAULT_PROFILE)
     misfit = load_profile(profile).misfit(args.gpu, precision_of(arguments))
     judged.remarks[:0] = [misfit] if misfit else []
-    return Run(
-        arguments=_settled(arguments, args.model, notes, by_upstream=launched.source == "command"),
+    return Run.of(
+        args,
+        _settled(arguments, args.model, notes, by_upstream=launched.source == "command"),
         model=args.model,
-        packing=policy_of(args.wlb_packing),
-        sharding=Sharding.from_args(args),
-        settings=settings,
-        run_settings=RunSettings.from_args(args),
         launched=launched,
         judged=judged,
         notes=notes,

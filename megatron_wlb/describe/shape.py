@@ -15,6 +15,7 @@ from megatron_wlb.model import (
     FULL,
     MAMBA,
     MLP,
+    MODELS,
     WINDOWED,
     Mixer,
     ModelShape,
@@ -29,11 +30,12 @@ MOST_LAYERS = 1 << 12
 """Of a list, as long as `--num-layers` may be."""
 
 
-def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape:
-    """Return the model of arguments, or `base` with their sizes.
+def model_of(a: MegatronArguments, name: str | None = None) -> ModelShape:
+    """Return the model of arguments, or one of `MODELS` with their sizes.
 
     Missing sizes are Megatron's defaults; a missing vocabulary has size 0. Raises ValueError for contradictory sizes.
     """
+    base = MODELS[name] if name else None
     names = ("num_layers", "hidden_size", "num_attention_heads")
     if missing := [flag_of(name) for name in names if base is None and getattr(a, name) is None]:
         raise ValueError(f"no {', '.join(missing)}: give the sizes of the model")

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -63,12 +62,12 @@ def jobs(run: Run, job: Job, samples: Samples) -> Iterator[Job]:
             pipeline_model_parallel_size=pp,
             **stages,  # type: ignore[arg-type]
         )
-        free = replace(run.settings, max_tokens=None, memory_budget=None)
+        settings = replace(run.settings, max_tokens=None, memory_budget=None)
+        other = replace(run, arguments=layout, settings=settings, budget=None)
         with contextlib.suppress(ValueError):
-            budget = run.budget_bytes(run.job(layout, settings=free))
-            if budget is not None:
-                make = partial(run.job, layout, settings=free, budget_bytes=budget)
-                yield predictions(make(), make, samples, memory_known=True)[0]
+            if (budget := run.budget_bytes(other.job())) is not None:
+                known = replace(other, budget=budget)
+                yield predictions(known.job(), known.job, samples, memory_known=True)[0]
 
 
 def relieved(job: Job, samples: Samples) -> Job:
