@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_wlb import files
 
@@ -113,11 +113,3 @@ def render(template: Path | str, **values: Any) -> str:
     )
     environment.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return environment.get_template(file.name).render(**values)
-
-
-class Words(NamedTuple):
-    """The words of a command line."""
-
-    typed: list[str]
-    launched: list[str]
-    """A run's command, behind --."""

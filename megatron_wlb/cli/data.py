@@ -55,7 +55,7 @@ class Data:
 
         if len(self.lengths) == 1:
             only = part(0, num_samples)
-            return Samples(parts=[only], context_length=context_length, order=_Anew(len(only)))
+            return Samples(parts=[only], context_length=context_length, order=lambda places: places % len(only))
         if self.weights is None:
             named = zip(self.prefixes, self.lengths, strict=True)
             if short := next((p for p, each in named if not self.begins and each.sum() <= context_length), None):
@@ -68,17 +68,7 @@ class Data:
             parts = [part(i, math.ceil(count * (1 + SURPLUS))) for i, count in enumerate(counts)]
             size = sum(counts)
         blend = blended(parts, weights, size)
-        return Samples(parts=parts, context_length=context_length, blend=blend, order=_Anew(size))
-
-
-@dataclass(frozen=True)
-class _Anew:
-    """The order of samples that begin anew after the last."""
-
-    size: int
-
-    def __call__(self, places: np.ndarray) -> np.ndarray:
-        return places % self.size
+        return Samples(parts=parts, context_length=context_length, blend=blend, order=lambda places: places % size)
 
 
 def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Data:

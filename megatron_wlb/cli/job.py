@@ -1,13 +1,14 @@
 """The run given to a command, and its `Job` under --wlb."""
 
 import argparse
+import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from operator import index
 from pathlib import Path
 from typing import Any, Self, get_args
 
-import msgspec
 import numpy as np
 
 from megatron_wlb import files
@@ -264,25 +265,12 @@ def vocabulary(a: MegatronArguments, notes: list[str]) -> int:
     return MODELS[known].padded_vocab_size
 
 
-class _Tokenizer(msgspec.Struct):
-    """The fields that are read from a Hugging Face tokenizer.json."""
-
-    class Model(msgspec.Struct):
-        vocab: dict[str, int] | list[Any]
-
-    class Token(msgspec.Struct):
-        id: int
-
-    model: Model
-    added_tokens: list[Token] = []
-
-
 def tokens_of(file: Path) -> int:
     """Return the vocabulary of a tokenizer.json. Raises ValueError if it is none."""
+    text = files.read(file, 1 << 26, "give --vocab-size")
     try:
-        found = msgspec.json.decode(files.read(file, 1 << 26, "give --vocab-size"), type=_Tokenizer)
-    except msgspec.MsgspecError as error:
+        found = json.loads(text)
+        words, added = found["model"]["vocab"], [token["id"] for token in found.get("added_tokens", ())]
+        return 1 + max(map(index, [*added, *(words.values() if isinstance(words, dict) else range(len(words)))]))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no tokenizer of Hugging Face ({error}); give --vocab-size") from error
-    vocabulary = found.model.vocab
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return 1 + max([*ids, *(token.id for token in found.added_tokens)])

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_wlb.cli.common import Words, progress, write_json, writer
+from megatron_wlb.cli.common import progress, write_json, writer
 from megatron_wlb.cli.job import add_megatron_flags
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(num_layers=1)
 
 
-def run(args: argparse.Namespace, words: Words) -> None:
+def run(args: argparse.Namespace) -> None:
     import scipy.optimize  # noqa: F401  # extras; `main` says which, before minutes have been spent
     import torch
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, words: Words) -> None:
             known["memory_gib"] = round(torch.cuda.get_device_properties().total_memory / 2**30, 1)
         data = _fit(args, target, chosen, linear_us, attention_us, known)
         data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        data |= {"date": datetime.date.today().isoformat(), "command": shlex.join(["megatron-wlb", *words.typed])}
+        data |= {"date": datetime.date.today().isoformat(), "command": shlex.join(["megatron-wlb", *args.typed])}
         write_json(file, data)
     _print(data)
 

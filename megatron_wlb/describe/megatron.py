@@ -117,11 +117,8 @@ def parallel_of(a: MegatronArguments) -> Parallel:
 
 
 def _virtual_stages(a: MegatronArguments, split: Split) -> int:
-    pp, layers, stages = (
-        a.pipeline_model_parallel_size,
-        a.num_layers_per_virtual_pipeline_stage,
-        split.num_virtual_stages,
-    )
+    pp, layers = a.pipeline_model_parallel_size, a.num_layers_per_virtual_pipeline_stage
+    stages = split.num_virtual_stages
     given = a.virtual_pipeline_model_parallel_size or a.num_virtual_stages_per_pipeline_rank
     if given is not None or (layers is None and stages is None):
         return given or 1

@@ -55,7 +55,8 @@ def model_of(a: MegatronArguments, name: str | None = None) -> ModelShape:
         sizes.setdefault("ffn_hidden_size", max(64, hidden * 8 // 3 // 64 * 64) if a.swiglu else 4 * hidden)
         sizes["gated_linear_unit"] = bool(a.swiglu)
     if a.multi_latent_attention:
-        sizes |= _latents(a)
+        latents = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        sizes |= latent_sizes(**{name: getattr(a, name) for name in latents})
     vocabulary = a.padded_vocab_size or a.vocab_size
     if vocabulary is not None or base is None:
         multiple = a.make_vocab_size_divisible_by * a.tensor_model_parallel_size
@@ -74,16 +75,6 @@ def model_of(a: MegatronArguments, name: str | None = None) -> ModelShape:
             "change one of them"
         )
     return model
-
-
-def _latents(a: MegatronArguments) -> dict[str, int]:
-    return latent_sizes(
-        kv_lora_rank=a.kv_lora_rank,
-        q_lora_rank=a.q_lora_rank,
-        qk_head_dim=a.qk_head_dim,
-        qk_pos_emb_head_dim=a.qk_pos_emb_head_dim,
-        v_head_dim=a.v_head_dim,
-    )
 
 
 def _experts(a: MegatronArguments, dense: int) -> dict[str, int]:
@@ -134,11 +125,8 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
         kinds = [DELTA_NET if each else FULL for each in linear]
     window = _window(a.window_size)
     if window is not None:
-        has = (
-            [1] * count
-            if a.window_attn_skip_freq is None
-            else _flags("window_attn_skip_freq", a.window_attn_skip_freq, count)
-        )
+        frequency = a.window_attn_skip_freq
+        has = [1] * count if frequency is None else _flags("window_attn_skip_freq", frequency, count)
         kinds = [WINDOWED if kind == FULL and each else kind for kind, each in zip(kinds, has, strict=True)]
     pattern = "".join(kinds)
     # The shortest that is repeated.
