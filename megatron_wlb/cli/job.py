@@ -155,12 +155,11 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
         run = {name: value for name, value in run.items() if name not in DATA}
     launched = launched._replace(stated=run | typed)
     stated = {"world_size": launched.world_size} | launched.stated
-    of_stages: tuple[str, ...] = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
     if launched.is_log:
-        if typed.keys() & {*of_stages, "pipeline_model_parallel_layout"}:
-            of_stages += ("virtual_pipeline_model_parallel_size",)
-        stated |= {name: typed.get(name) for name in of_stages}  # Megatron settles the last by the first two
-        stated["data_cache_path"] = typed.get("data_cache_path")
+        anew = ["num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"]
+        if typed.keys() & {*anew, "pipeline_model_parallel_layout"}:
+            anew.append("virtual_pipeline_model_parallel_size")  # which Megatron settles by those two
+        stated |= {name: typed.get(name) for name in (*anew, "data_cache_path")}
     notes: list[str] = []
     if (schedule := stated.get("step_batch_size_schedule")) and "global_batch_size" not in typed:
         stated["global_batch_size"] = _last_of(str(schedule))

@@ -42,10 +42,6 @@ class Described(NamedTuple):
     data: Data | None
     """None without flags of data."""
 
-    @property
-    def notes(self) -> list[str]:
-        return self.run.notes
-
 
 def run(*words):
     """The run of words as a shell would read them."""

@@ -20,7 +20,7 @@ def test_what_is_assumed():
     assert (job.model.padded_vocab_size, job.model.num_query_groups) == (128256, 4)
     assert job.parallel.sequence_parallel
     for note, begin in zip(
-        found.notes,
+        found.run.notes,
         ("Assumed: 2 GPUs", "Assumed: 2 context windows a step, PP x DP", "Assumed: the vocabulary of llama3-8b",
          "--num-query-groups counts with", "Experts get equally many tokens, .*those of the 2 experts"),
         strict=True,
@@ -138,7 +138,7 @@ def test_blend_and_split(tmp_path, data, lengths):
     assert described(*words, data, other).data.weights is None
     _, _, whole = found = described(MODEL, f"--seq-length {C} --data-path", data)
     assert len(whole.lengths[0]) == 7752
-    assert "Assumed: --split 969,30,1, Megatron's default." in found.notes
+    assert "Assumed: --split 969,30,1, Megatron's default." in found.run.notes
     assert not described(JOB, "--data-path", data).data.has_validation
 
 
