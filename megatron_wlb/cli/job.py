@@ -93,9 +93,8 @@ class Run(Description):
         It goes by upstream's formula (`compat.weight_and_optimizer_bytes`), which is of Adam in bf16 alone.
         """
         a, p, model, stated = self.arguments, job.parallel, job.model, self.launched.stated
-        if stated.get("optimizer", "adam") != "adam" or stated.get("use_precision_aware_optimizer"):
-            return None
-        if has_linear_layers(a) or (model.moe_router_topk and not a.num_experts):
+        adam = stated.get("optimizer", "adam") == "adam" and not stated.get("use_precision_aware_optimizer")
+        if not adam or has_linear_layers(a) or (model.moe_router_topk and not a.num_experts):
             return None
         divided = stated.get("use_distributed_optimizer", self.launched.source == "flags")
 

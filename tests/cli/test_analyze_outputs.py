@@ -1,4 +1,4 @@
-"""`megatron-wlb analyze`: what it prints, its page, trace and JSON, and what it refuses.
+"""`megatron-wlb analyze`: what it prints, its page, trace and JSON.
 
 `python -m tests.cli.test_analyze_outputs` writes the reports of `reports/` anew.
 """
@@ -21,7 +21,7 @@ from megatron_wlb.cli.analyze.table import MOST_FACTS
 from megatron_wlb.cli.common import render
 from megatron_wlb.cli.main import main
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, LARGE, RUN, C, analyse, drawn, printed, refused
+from tests.cli.analyses import JOB, LARGE, RUN, C, analyse, drawn, printed
 from tests.cli.commands import process
 
 REPORTS = {
@@ -145,24 +145,6 @@ def test_an_extra_is_missed_before_the_work(tmp_path, module):
     message = f"megatron-wlb analyze: error: {module} is not installed; pip install '.[analysis]' in a clone\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "no --data-path; give"),
-        ("--data-path DATA --num-layers 5 --pipeline-model-parallel-size 2", "5 layers do not divide over 2 stages"),
-        ("--data-path DATA --wlb-profile flops", "profile flops counts attended pairs"),
-        ("--data-path DATA --gpu mi300x", "no profile of mi300x; give one of .* measure it by"),
-        ("--data-path DATA --micro-batch-size 3", "--micro-batch-size 3 does not divide the 4 windows"),
-        ("--data-path DATA --global-batch-size 1048576", "--global-batch-size 1048576 is over 16384, too many windows"),
-        ("--data-path DATA --html - --json -", "would be mixed on standard output"),
-        ("--data-path DATA --html no/such/report.html", "--html no/such/report.html: the folder .* does not exist"),
-        ("--data-path DATA --steps 0", "--steps: '0' must be an integer from 1 to 16384"),
-    ],
-)  # fmt: skip
-def test_errors(data, capsys, words, message):
-    refused(capsys, f"{JOB} {words.replace('DATA', data)}", message)
 
 
 if __name__ == "__main__":
