@@ -1,6 +1,6 @@
 """Describes a training job: its model, ranks, micro-batches and predictions.
 
-`jobs.from_args` builds it once, from final values; everything below `describe` takes it.
+`describe.megatron` builds it once, from final values; everything below `describe` takes it.
 """
 
 import math

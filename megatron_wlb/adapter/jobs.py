@@ -4,20 +4,15 @@ import importlib
 import math
 from argparse import Namespace
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.describe import refusals
-from megatron_wlb.describe.arguments import MegatronArguments
-from megatron_wlb.describe.flags import PlanSettings, RunSettings
-from megatron_wlb.describe.megatron import job_of
+from megatron_wlb.describe.megatron import Description
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
-from megatron_wlb.job import Job, Sharding
-from megatron_wlb.packing import policy_of
+from megatron_wlb.job import Job
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.simulate.memory import DEVICE_SHARE
@@ -28,10 +23,8 @@ def check(args: Namespace) -> None:
     refusals.check(args)
     if (spec := getattr(args, "spec", None)) is not None:
         _check_spec(*spec, of_stack=bool(getattr(args, "hybrid_layer_pattern", None)))
-    RunSettings.from_args(args)
-    # Memory and the split of layers are checked later.
-    settings = PlanSettings.from_args(args).without_memory()
-    policy = policy_of(args.wlb_packing)
+    run = Description.of(args).without_memory()  # memory and the split of layers are checked later
+    a, policy = run.arguments, run.packing
     if getattr(args, "sft", False) and policy.delays:
         raise ValueError(
             f"--wlb: --wlb-packing {policy} moves documents by the windows that they fill, and rows of --sft fill "
@@ -42,17 +35,14 @@ def check(args: Namespace) -> None:
             f"--wlb: --wlb-packing {policy} lets documents wait, and --phase-transition-iterations begins with other "
             "data; give adaptive or megatron"
         )
-    a = MegatronArguments.of(vars(args))
     windows = a.global_batch_size or max(1, (a.world_size or 1) // a.model_parallel_size)
     try:
-        if (sizes := compat.batch_sizes(args)) and settings.micro_batches != "auto":
+        if (sizes := compat.batch_sizes(args)) and run.settings.micro_batches != "auto":
             raise ValueError(
                 "--wlb-micro-batches is one number, and --step-batch-size-schedule has several; leave it out"
             )
         for size in [n for _, n in sizes] or [windows]:
-            job = job_of(
-                a, settings=settings, packing=policy, sharding=Sharding.from_args(args), global_batch_size=size
-            )
+            job = run.job(global_batch_size=size)
             if size % job.parallel.dp:
                 raise ValueError(
                     f"--global-batch-size is {size}, by which upstream counts samples on {job.parallel.dp} "
@@ -82,40 +72,24 @@ def _check_spec(module: str, name: str = "", *, of_stack: bool = False) -> None:
         (check_stack if of_stack else check_layer)(spec)
 
 
-def from_args(args: Namespace, **fixed: Any) -> Job:
-    """Return the job of validated arguments; `fixed` sets fields of `Job`.
-
-    Raises ValueError for contradictory settings, and if weights or activations do not fit the GPU.
-    """
-    settings, sizes = PlanSettings.from_args(args), compat.batch_sizes(args)
-    if sizes:
-        fixed.setdefault("global_batch_size", max(n for _, n in sizes))
+def described(args: Namespace) -> Description:
+    """Return the run of validated arguments on this GPU. Raises ValueError if weights do not fit it."""
     profile = FLOPS_PROFILE.name
     if torch.cuda.is_available():
         nearest = "h100" if torch.cuda.get_device_capability() >= (9, 0) else "a100"
         profile = GPUS[gpu_of(torch.cuda.get_device_name()) or nearest]
-    return job_of(
-        MegatronArguments.of(vars(args)),
-        settings=settings,
-        packing=policy_of(args.wlb_packing),
-        sharding=Sharding.from_args(args),
-        default_profile=profile,
-        budget_bytes=_budget_bytes(args) if settings.memory_budget is None else None,
-        bytes_per_value=args.params_dtype.itemsize,
-        **fixed,
-    )
+    run = Description.of(args, profile=profile, bytes_per_value=args.params_dtype.itemsize)
+    if sizes := compat.batch_sizes(args):
+        run = replace(run, arguments=replace(run.arguments, global_batch_size=max(n for _, n in sizes)))
+    return run if run.budget is not None else replace(run, budget=_budget_bytes(args))
 
 
-def best_job(args: Namespace, job: Job, data: SplitData) -> tuple[Job, list[Prediction]]:
-    """Return the job for the training samples, and what `--wlb-micro-batches auto` compared, [] if nothing.
-
-    `job` is that of `from_args`.
-    """
-    settings = PlanSettings.from_args(args)
-    if settings.micro_batches != "auto" or compat.batch_sizes(args):
+def best_job(args: Namespace, run: Description, data: SplitData) -> tuple[Job, list[Prediction]]:
+    """Return the job for the training samples, and what `--wlb-micro-batches auto` compared, [] if nothing."""
+    job, known = run.job(), run.budget is not None
+    if run.settings.micro_batches != "auto" or compat.batch_sizes(args):
         return job, []
-    known = settings.memory_budget is not None or _budget_bytes(args) is not None
-    return predictions(job, partial(from_args, args), data.samples, memory_known=known, first_sample=data.first_sample)
+    return predictions(job, run.job, data.samples, memory_known=known, first_sample=data.first_sample)
 
 
 def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:

@@ -32,7 +32,6 @@ from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
-from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
@@ -45,20 +44,20 @@ class Training:
     """A run, made before any process group exists. Raises ValueError on bad input."""
 
     def __init__(self, args: Namespace) -> None:
-        self._args, self._run = args, RunSettings.from_args(args)
-        run, gpu = self._run, torch.cuda.is_available()
+        self._args, gpu = args, torch.cuda.is_available()
         if gpu:
             torch.cuda.set_device(args.local_rank)  # upstream sets it later, after backends are tested
         self._device = torch.device("cuda" if gpu else "cpu")
         files.INPUTS.clear()
         datasets.check_files(args)
-        if run.log and args.rank == args.world_size - 1:  # the rank that writes it
-            files.check_log(run.log, "--wlb-log")
+        if args.wlb_log and args.rank == args.world_size - 1:  # the rank that writes it
+            files.check_log(args.wlb_log, "--wlb-log")
         if args.rank == 0 and args.save:
             folder = Path(args.save).absolute()  # which upstream makes when it saves
             files.check_room(str(next(each for each in (folder, *folder.parents) if each.is_dir())), "--save")
         args.sft = False  # by which upstream would take means over our micro-batches in evaluation
-        self._job = job = jobs.from_args(args)
+        self._run = jobs.described(args)
+        self._job = job = self._run.job()
         asked = str(getattr(args, "attention_backend", "auto")).rpartition(".")[2]
         self._backend = choose_backend(self._device.type, job.model.head_sizes, asked)
         self.attention = AttentionOptions(
@@ -67,7 +66,7 @@ class Training:
             latents=job.cp_exchange == "latents",
         )
         self._plans: Plans
-        self._report = Report(args, run)
+        self._report = Report(args, self._run.run_settings)
         self._splits: dict[str, SplitData] = {}
         self._readings: dict[str, Reading] = {}
         self._batches: dict[str, tuple[Iterator[Batch], ...]] = {}
@@ -133,7 +132,7 @@ class Training:
             args.eval_iters, args.full_validation = self._splits["valid"].steps, False
         tried: list[Prediction] = []
         if train := self._splits.get("train"):
-            self._job, tried = jobs.best_job(args, self._job, train)
+            self._job, tried = jobs.best_job(args, self._run, train)
         moved = self._job.packing.delays or self._job.whole_documents
         windows = None if moved else args.wlb_windows_per_micro_batch
         anew = args.reset_position_ids or args.dataloader_inter_document_masking or args.wlb_sft
@@ -148,7 +147,7 @@ class Training:
                 ahead_in_document=self._job.whole_documents or args.wlb_sft or args.dataloader_inter_document_masking,
                 in_window=args.position_embedding_type == "learned_absolute"
                 and not (anew or self._job.whole_documents),
-                digest=self._run.digest and name == "train",
+                digest=self._run.run_settings.digest and name == "train",
             )
             for name, each in self._splits.items()
         }

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_wlb import files
 
@@ -61,7 +61,7 @@ def write_json(file: Any, entry: dict[str, Any]) -> None:
 
 
 @contextmanager
-def progress(total: int, output: str | None, text: str = "planning") -> Iterator[Callable[[int], None]]:
+def progress(total: int, output: str | None, text: str) -> Iterator[Callable[[int], None]]:
     """Yield a function that advances a bar, shown with rich on a free terminal."""
     try:
         from rich.console import Console
@@ -82,14 +82,14 @@ def console(*outputs: str | None, **options: Any) -> Any:
     return Console(stderr="-" in outputs, highlight=False, **options)
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: str = "", bold: Collection[str] = ()) -> Any:
-    """Return a table of numbers, and of words in the column titled `text`."""
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], bold: Collection[str] = ()) -> Any:
+    """Return a table of numbers, and of words in the column without a title; `bold` are first words of rows."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for title in titles:
-        table.add_column(Text(title), justify="left" if title == text else "right", no_wrap=True)
+        table.add_column(Text(title), justify="right" if title else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row), style="bold" if row[0] in bold else "")
     return table
@@ -113,11 +113,3 @@ def render(template: Path | str, **values: Any) -> str:
     )
     environment.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return environment.get_template(file.name).render(**values)
-
-
-class Words(NamedTuple):
-    """The words of a command line."""
-
-    typed: list[str]
-    launched: list[str]
-    """A run's command, behind --."""

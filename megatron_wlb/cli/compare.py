@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_wlb import files
 from megatron_wlb.cli import common, launch
-from megatron_wlb.cli.common import Words, integer, write_json, writer
+from megatron_wlb.cli.common import integer, write_json, writer
 from megatron_wlb.cli.profile import relative_error
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.hardware.profile import alike
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="the numbers, and both runs' steps; - for standard output")
 
 
-def run(args: argparse.Namespace, words: Words) -> None:
+def run(args: argparse.Namespace) -> None:
     if len(args.logs) > 2:
         raise ValueError(f"{len(args.logs)} logs; give BASE and RUN, or RUN alone")
     console = common.console(args.json, width=120, markup=False)

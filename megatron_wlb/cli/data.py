@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from megatron_wlb import files
-from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.plan.dataset import doubts, read_lengths
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
@@ -55,11 +55,11 @@ class Data:
 
         if len(self.lengths) == 1:
             only = part(0, num_samples)
-            return Samples(parts=[only], context_length=context_length, order=_Anew(len(only)))
+            return Samples(parts=[only], context_length=context_length, order=lambda places: places % len(only))
         if self.weights is None:
             named = zip(self.prefixes, self.lengths, strict=True)
-            if short := next((p for p, each in named if not self.begins and each.sum() <= context_length), None):
-                raise ValueError(f"{short} fills no window of {context_length} tokens; give the blend weights")
+            if few := next((p for p, each in named if not self.begins and each.sum() <= context_length), None):
+                raise ValueError(f"{few} fills no window of {context_length} tokens; give the blend weights")
             parts = [part(i, None) for i in range(len(self.lengths))]
             weights, size = [float(len(each)) for each in parts], min(num_samples, sum(map(len, parts)))
         else:
@@ -68,17 +68,7 @@ class Data:
             parts = [part(i, math.ceil(count * (1 + SURPLUS))) for i, count in enumerate(counts)]
             size = sum(counts)
         blend = blended(parts, weights, size)
-        return Samples(parts=parts, context_length=context_length, blend=blend, order=_Anew(size))
-
-
-@dataclass(frozen=True)
-class _Anew:
-    """The order of samples that begin anew after the last."""
-
-    size: int
-
-    def __call__(self, places: np.ndarray) -> np.ndarray:
-        return places % self.size
+        return Samples(parts=parts, context_length=context_length, blend=blend, order=lambda places: places % size)
 
 
 def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Data:
@@ -180,7 +170,7 @@ def _training_blend(path: str) -> list[str]:
         return blend.split() if isinstance(blend, str) else [str(word) for word in blend]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--per-split-data-args-path {path} holds no training blend ({error!r}); give JSON such as "
+            f"--per-split-data-args-path {path} holds no training blend ({short(repr(error), 99)}); give JSON such as "
             '{"train": ["PREFIX"], "valid": ["PREFIX"], "test": ["PREFIX"]}'
         ) from error
 

@@ -1,26 +1,25 @@
 """The run given to a command, and its `Job` under --wlb."""
 
 import argparse
+import json
 import re
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Self, get_args
 
-import msgspec
 import numpy as np
 
 from megatron_wlb import files
 from megatron_wlb.cli.common import integer
 from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_log
 from megatron_wlb.describe.arguments import SWITCHED_OFF, MegatronArguments, flag_of, short
-from megatron_wlb.describe.flags import PlanSettings, RunSettings, add_wlb_arguments
-from megatron_wlb.describe.megatron import has_linear_layers, job_of, precision_of
-from megatron_wlb.describe.shape import model_of
+from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.megatron import Description, has_linear_layers, precision_of
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
-from megatron_wlb.job import Job, Packing, Sharding
-from megatron_wlb.model import MODELS, ModelShape
-from megatron_wlb.packing import policy_of
+from megatron_wlb.job import Job
+from megatron_wlb.model import MODELS
 from megatron_wlb.simulate.memory import DEVICE_SHARE, OPTIMIZER_BYTES, WEIGHT_BYTES, stage_weights
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
@@ -29,8 +28,6 @@ _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 """Models by patterns in the names of their tokenizers."""
 DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
 """Arguments that name the data."""
-MODEL_GROUPS = ("model", "multi-latent attention")
-"""Groups of the flags that `shape_of` reads: of layers that `measure` times."""
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] | None = None) -> None:
@@ -79,39 +76,16 @@ def _gpu(text: str) -> str:
     return gpu
 
 
-def shape_of(args: argparse.Namespace) -> ModelShape:
-    """Return the model of `MODEL_GROUPS`. Raises ValueError if they describe none."""
-    return model_of(MegatronArguments.of(vars(args)), MODELS[args.model] if args.model else None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Description):
+    """A run that is given to a command, and how --wlb would train it."""
 
-
-class Run(NamedTuple):
-    """A run, and how --wlb would train it."""
-
-    arguments: MegatronArguments
-    model: str | None
-    """Name of a known model."""
-    packing: Packing
-    sharding: Sharding
-    settings: PlanSettings
-    run_settings: RunSettings
     launched: Launched
     judged: Judged
     notes: list[str]
     """Sentences on what was assumed."""
-    profile: str
-    """Name or file."""
     misfit: str
     """How the run's device or precision is not of the profile, or "" if it is."""
-    budget: float | None = None
-    """Bytes for activations in the run's own layout; None: not known. See `on_device`."""
-
-    def job(self, arguments: MegatronArguments | None = None, **given: Any) -> Job:
-        """Build the job of --wlb, in a layout; `given` are arguments of `make_job`."""
-        a = arguments or self.arguments
-        shape = model_of(a, MODELS[self.model] if self.model else None)
-        details: dict[str, Any] = {"packing": self.packing, "sharding": self.sharding, "settings": self.settings}
-        details |= {"budget_bytes": self.budget} if arguments is None else {}
-        return job_of(a, model=shape, default_profile=self.profile, **details | given)
 
     def budget_bytes(self, job: Job) -> float | None:
         """Return what training on GPUs of the profile leaves for activations in a job's layout; None: it cannot tell.
@@ -119,9 +93,8 @@ class Run(NamedTuple):
         It goes by upstream's formula (`compat.weight_and_optimizer_bytes`), which is of Adam in bf16 alone.
         """
         a, p, model, stated = self.arguments, job.parallel, job.model, self.launched.stated
-        if stated.get("optimizer", "adam") != "adam" or stated.get("use_precision_aware_optimizer"):
-            return None
-        if has_linear_layers(a) or (model.moe_router_topk and not a.num_experts):
+        adam = stated.get("optimizer", "adam") == "adam" and not stated.get("use_precision_aware_optimizer")
+        if not adam or has_linear_layers(a) or (model.moe_router_topk and not a.num_experts):
             return None
         divided = stated.get("use_distributed_optimizer", self.launched.source == "flags")
 
@@ -140,12 +113,11 @@ class Run(NamedTuple):
         others = others + held(experts, p.dp * p.cp * p.tp // p.expert_ranks)
         return DEVICE_SHARE * job.profile.memory_gib * 2**30 - float(others.max())
 
-    def on_device(self) -> "Run":
+    def on_device(self) -> Self:
         """Return the run with the memory that training would know, by which it chooses; notes if it is not known."""
-        settings = self.settings
-        if settings.memory_budget is not None:
-            return self._replace(budget=settings.memory_budget * 2**30)
-        free = self._replace(settings=settings.without_memory())
+        if self.budget is not None:
+            return self
+        free = self.without_memory()
         job = free.job()
         if (budget := free.budget_bytes(job)) is None:
             self.notes.append(
@@ -154,7 +126,7 @@ class Run(NamedTuple):
             )
             return free
         try:
-            (known := self._replace(budget=budget)).job()
+            (known := replace(self, budget=budget)).job()
             return known
         except ValueError as error:
             self.judged.remarks.append(
@@ -182,12 +154,11 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
         run = {name: value for name, value in run.items() if name not in DATA}
     launched = launched._replace(stated=run | typed)
     stated = {"world_size": launched.world_size} | launched.stated
-    of_stages: tuple[str, ...] = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
     if launched.is_log:
-        if typed.keys() & {*of_stages, "pipeline_model_parallel_layout"}:
-            of_stages += ("virtual_pipeline_model_parallel_size",)
-        stated |= {name: typed.get(name) for name in of_stages}  # Megatron settles the last by the first two
-        stated["data_cache_path"] = typed.get("data_cache_path")
+        anew = ["num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"]
+        if typed.keys() & {*anew, "pipeline_model_parallel_layout"}:
+            anew.append("virtual_pipeline_model_parallel_size")  # which Megatron settles by those two
+        stated |= {name: typed.get(name) for name in (*anew, "data_cache_path")}
     notes: list[str] = []
     if (schedule := stated.get("step_batch_size_schedule")) and "global_batch_size" not in typed:
         stated["global_batch_size"] = _last_of(str(schedule))
@@ -201,17 +172,13 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
     judged = judge(launched, arguments, approximate=args.approximate)
-    settings = PlanSettings.from_args(args)
-    profile = settings.profile or (GPUS[args.gpu] if args.gpu else DEFAULT_PROFILE)
+    profile = args.wlb_profile or (GPUS[args.gpu] if args.gpu else DEFAULT_PROFILE)
     misfit = load_profile(profile).misfit(args.gpu, precision_of(arguments))
     judged.remarks[:0] = [misfit] if misfit else []
-    return Run(
-        arguments=_settled(arguments, args.model, notes, by_upstream=launched.source == "command"),
+    return Run.of(
+        args,
+        _settled(arguments, args.model, notes, by_upstream=launched.source == "command"),
         model=args.model,
-        packing=policy_of(args.wlb_packing),
-        sharding=Sharding.from_args(args),
-        settings=settings,
-        run_settings=RunSettings.from_args(args),
         launched=launched,
         judged=judged,
         notes=notes,
@@ -296,25 +263,12 @@ def vocabulary(a: MegatronArguments, notes: list[str]) -> int:
     return MODELS[known].padded_vocab_size
 
 
-class _Tokenizer(msgspec.Struct):
-    """The fields that are read from a Hugging Face tokenizer.json."""
-
-    class Model(msgspec.Struct):
-        vocab: dict[str, int] | list[Any]
-
-    class Token(msgspec.Struct):
-        id: int
-
-    model: Model
-    added_tokens: list[Token] = []
-
-
 def tokens_of(file: Path) -> int:
     """Return the vocabulary of a tokenizer.json. Raises ValueError if it is none."""
+    text = files.read(file, 1 << 26, "give --vocab-size")
     try:
-        found = msgspec.json.decode(files.read(file, 1 << 26, "give --vocab-size"), type=_Tokenizer)
-    except msgspec.MsgspecError as error:
+        found = json.loads(text)
+        words, added = found["model"]["vocab"], [token["id"] for token in found.get("added_tokens", ())]
+        return 1 + max(map(index, [*added, *(words.values() if isinstance(words, dict) else range(len(words)))]))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no tokenizer of Hugging Face ({error}); give --vocab-size") from error
-    vocabulary = found.model.vocab
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return 1 + max([*ids, *(token.id for token in found.added_tokens)])

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -189,9 +189,9 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     strange = [name for name, timed in _MATTER.items() if name in judged and _alone(judged[name]) not in timed]
     off = [name for name, value in judged.items() if switches_off(name, value)]
     read = MegatronArguments.__dataclass_fields__
-    known = {*refused, *off, *strange, *_MATTER, *_READ, *NOT_SIMULATED, *read}
-    strangers = [name for name in judged if name not in known]
-    _refuse_misspelt(strangers)
+    known = {*_MATTER, *_READ, *NOT_SIMULATED, *read}
+    strangers = [name for name in judged if name not in {*known, *refused, *off}]
+    _refuse_misspelt(strangers, known)
     ignored = [] if launched.is_log else strangers
     said = {
         "Left out, since training with --wlb refuses them: {}.": refused,
@@ -214,7 +214,7 @@ def usual(stated: Mapping[str, Any]) -> set[str]:
     return {name for name in WEIGHT_SHARDS if stated.get(name) in shards}
 
 
-def _refuse_misspelt(names: Sequence[str]) -> None:
+def _refuse_misspelt(names: Sequence[str], read: Collection[str]) -> None:
     """Raise ValueError for a name that is read but for letters of a word, or where words are divided."""
 
     def alike(name: str, known: str) -> bool:
@@ -225,7 +225,6 @@ def _refuse_misspelt(names: Sequence[str]) -> None:
             is_word and difflib.SequenceMatcher(None, *wrong[0]).ratio() >= LIKE_A_WORD
         )
 
-    read = {*_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
     for name in names:
         if meant := next((known for known in sorted(read) if alike(name, known)), None):
             raise ValueError(f"{flag_of(short(name))} is no flag of Megatron's; give {flag_of(meant)}, or leave it out")

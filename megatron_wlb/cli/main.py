@@ -1,7 +1,8 @@
 """Entry point of `megatron-wlb`; wrong input is one line and exit code 2.
 
-A command is a module with `USAGE`, `add_arguments(parser)` and `run(args, words)`; its docstring is its help: the
-first line after the colon in the list of commands, the rest of it behind `COMMAND --help`.
+A command is a module with `USAGE`, `add_arguments(parser)` and `run(args)`; its docstring is its help: the first line
+after the colon in the list of commands, the rest of it behind `COMMAND --help`. `args` also have all words that were
+`typed`, and a run's command behind --, `launched`.
 """
 
 import argparse
@@ -17,7 +18,6 @@ from typing import Any, NoReturn
 
 from megatron_wlb import __version__, files
 from megatron_wlb.cli import analyze, compare, profile
-from megatron_wlb.cli.common import Words
 
 COMMANDS = (analyze, profile, compare)
 EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy", "tensorboard"), "analysis")
@@ -106,11 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(words[:end])
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.typed, args.launched = words, words[end + 1 :]
 
     def run() -> int | None:
-        if words[end + 1 :] and args.run is not analyze.run:
-            raise ValueError(f"{words[end + 1]} behind --: only analyze takes a run's command")
-        code: int | None = args.run(args, Words(words, words[end + 1 :]))
+        if args.launched and args.run is not analyze.run:
+            raise ValueError(f"{args.launched[0]} behind --: only analyze takes a run's command")
+        code: int | None = args.run(args)
         return code
 
     return in_one_line(f"megatron-wlb {args.command}", run)

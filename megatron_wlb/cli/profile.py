@@ -26,9 +26,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_wlb.cli.common import Words, progress, write_json, writer
-from megatron_wlb.cli.job import MODEL_GROUPS, add_megatron_flags, shape_of
+from megatron_wlb.cli.common import progress, write_json, writer
+from megatron_wlb.cli.job import add_megatron_flags
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
+from megatron_wlb.describe.shape import model_of
 from megatron_wlb.documents import Shard, ShardPlan
 from megatron_wlb.hardware.profile import GPUS, KernelModel, KernelTimes, Profile, gpu_of, load_profile
 from megatron_wlb.sharding.select import divide
@@ -44,7 +46,7 @@ USAGE = "[MODEL FLAGS] --output FILE.json [--quick]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_megatron_flags(parser, MODEL_GROUPS)
+    add_megatron_flags(parser, ("model", "multi-latent attention"))  # of layers that `measure` times
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument(
         "--backend", default="auto", help="attention backend: aten, flash_attn_3, te or cpu; default: as in training"
@@ -55,13 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(num_layers=1)
 
 
-def run(args: argparse.Namespace, words: Words) -> None:
+def run(args: argparse.Namespace) -> None:
     import scipy.optimize  # noqa: F401  # extras; `main` says which, before minutes have been spent
     import torch
 
     from megatron_wlb.runtime import measure
 
-    target = measure.target_of(shape_of(args), args.device, args.backend, args.dtype)
+    model = model_of(MegatronArguments.of(vars(args)), args.model)
+    target = measure.target_of(model, args.device, args.backend, args.dtype)
     chosen = shapes(LONGEST_TOKENS[target.device][args.quick])
     with writer(args.output) as file:
         linear_us, attention_us = _measure(args, target, chosen)
@@ -70,7 +73,7 @@ def run(args: argparse.Namespace, words: Words) -> None:
             known["memory_gib"] = round(torch.cuda.get_device_properties().total_memory / 2**30, 1)
         data = _fit(args, target, chosen, linear_us, attention_us, known)
         data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        data |= {"date": datetime.date.today().isoformat(), "command": shlex.join(["megatron-wlb", *words.typed])}
+        data |= {"date": datetime.date.today().isoformat(), "command": shlex.join(["megatron-wlb", *args.typed])}
         write_json(file, data)
     _print(data)
 

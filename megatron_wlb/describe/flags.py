@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_wlb.job import MAX_TOKENS, Sharding
@@ -73,10 +73,6 @@ class PlanSettings(Settings):
         "Kernel times of the device: a shipped profile or a JSON file. Default: on GPUs by the device's name "
         "(cuDNN's from Hopper on, as TransformerEngine prefers); flops (counts attended pairs) without.",
     )
-
-    def without_memory(self) -> "PlanSettings":
-        """Return the settings that hold where memory is not known yet."""
-        return replace(self, memory_budget=None, max_tokens=None if self.max_tokens == "auto" else self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

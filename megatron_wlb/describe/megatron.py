@@ -1,14 +1,15 @@
 """Translates Megatron's arguments into a `Job`, for training and commands."""
 
-from dataclasses import fields, replace
-from typing import Any
+from argparse import Namespace
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from megatron_wlb.describe.arguments import MegatronArguments
-from megatron_wlb.describe.flags import PlanSettings
+from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.shape import model_of
-from megatron_wlb.job import NUM_TILES, Job, Parallel, Recompute
-from megatron_wlb.model import ModelShape
+from megatron_wlb.job import NUM_TILES, Job, Packing, Parallel, Recompute, Sharding
+from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
 
 TILE_ROWS = 16384
@@ -16,33 +17,75 @@ TILE_ROWS = 16384
 take more memory for little."""
 
 
-def job_of(
-    arguments: MegatronArguments, *, settings: PlanSettings, model: ModelShape | None = None, **given: Any
-) -> Job:
-    """Build the job of arguments; `given`, of `make_job`, takes precedence."""
-    if model is not None and arguments.num_layers is None:
-        arguments = replace(arguments, num_layers=model.num_layers)
-    a, parallel = arguments, parallel_of(arguments)
-    if a.seq_length is None:
-        raise ValueError("no --seq-length; give the context window in tokens")
-    if a.global_batch_size is None and "global_batch_size" not in given:
-        raise ValueError("no --global-batch-size; give the context windows of tokens that a step trains")
-    details: dict[str, Any] = {
-        "model": model or model_of(a),
-        "parallel": parallel,
-        "context_length": a.seq_length,
-        "global_batch_size": a.global_batch_size,
-        "precision": precision_of(a),
-        "moe_dispatcher": "flex" if a.moe_token_dispatcher_type == "flex" else "alltoall",
-        "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
-        "hidden_dropout": a.hidden_dropout > 0,
-        "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
-        "recompute": recompute_of(a),
-        "offloaded_layers": a.cpu_offloading_num_layers,
-        "tp_tile_rows": tile_rows(a, parallel),
-        "tp_overlap": tp_overlap(parallel.tp) if tile_rows(a, parallel) else 0.0,
-    }
-    return make_job(settings=settings, **details | given)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A run by its flags: Megatron's arguments and the settings of --wlb."""
+
+    arguments: MegatronArguments
+    model: str | None = None
+    """Name of a known model, which sizes among the arguments change."""
+    packing: Packing
+    sharding: Sharding
+    settings: PlanSettings
+    run_settings: RunSettings
+    profile: str = "flops"
+    """Name or file, where settings name none."""
+    budget: float | None = None
+    """Bytes for activations; None: not known."""
+    bytes_per_value: int = 2
+
+    @classmethod
+    def of(cls, args: Namespace, arguments: MegatronArguments | None = None, **given: Any) -> Self:
+        """Take flags as they were parsed; `given` are other fields. Raises ValueError for a value out of range."""
+        settings = PlanSettings.from_args(args)
+        return cls(
+            run_settings=RunSettings.from_args(args),
+            settings=settings,
+            budget=None if settings.memory_budget is None else settings.memory_budget * 2**30,
+            packing=policy_of(args.wlb_packing),
+            sharding=Sharding.from_args(args),
+            arguments=arguments or MegatronArguments.of(vars(args)),
+            **given,
+        )
+
+    def without_memory(self) -> Self:
+        """Return what holds where memory is not known yet."""
+        longest = None if self.settings.max_tokens == "auto" else self.settings.max_tokens
+        return replace(self, settings=replace(self.settings, memory_budget=None, max_tokens=longest), budget=None)
+
+    def job(self, **given: Any) -> Job:
+        """Build the job; `given`, of `make_job`, takes precedence. Raises ValueError for contradictions."""
+        a = self.arguments
+        model = model_of(a, self.model)
+        if a.num_layers is None:
+            a = replace(a, num_layers=model.num_layers)
+        parallel = parallel_of(a)
+        if a.seq_length is None:
+            raise ValueError("no --seq-length; give the context window in tokens")
+        if a.global_batch_size is None and "global_batch_size" not in given:
+            raise ValueError("no --global-batch-size; give the context windows of tokens that a step trains")
+        details: dict[str, Any] = {
+            "model": model,
+            "parallel": parallel,
+            "context_length": a.seq_length,
+            "global_batch_size": a.global_batch_size,
+            "packing": self.packing,
+            "sharding": self.sharding,
+            "settings": self.settings,
+            "default_profile": self.profile,
+            "budget_bytes": self.budget,
+            "bytes_per_value": self.bytes_per_value,
+            "precision": precision_of(a),
+            "moe_dispatcher": "flex" if a.moe_token_dispatcher_type == "flex" else "alltoall",
+            "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
+            "hidden_dropout": a.hidden_dropout > 0,
+            "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
+            "recompute": recompute_of(a),
+            "offloaded_layers": a.cpu_offloading_num_layers,
+            "tp_tile_rows": tile_rows(a, parallel),
+            "tp_overlap": tp_overlap(parallel.tp) if tile_rows(a, parallel) else 0.0,
+        }
+        return make_job(**details | given)
 
 
 def parallel_of(a: MegatronArguments) -> Parallel:
@@ -74,11 +117,8 @@ def parallel_of(a: MegatronArguments) -> Parallel:
 
 
 def _virtual_stages(a: MegatronArguments, split: Split) -> int:
-    pp, layers, stages = (
-        a.pipeline_model_parallel_size,
-        a.num_layers_per_virtual_pipeline_stage,
-        split.num_virtual_stages,
-    )
+    pp, layers = a.pipeline_model_parallel_size, a.num_layers_per_virtual_pipeline_stage
+    stages = split.num_virtual_stages
     given = a.virtual_pipeline_model_parallel_size or a.num_virtual_stages_per_pipeline_rank
     if given is not None or (layers is None and stages is None):
         return given or 1

@@ -179,20 +179,11 @@ def check(args: Namespace) -> None:
             raise ValueError(f"--wlb: {message.format(a=given)}")
 
 
-_SERVED = {
-    **{"seq_length": 1024, "micro_batch_size": 1, "save": "checkpoints"},
-    **{f"{name}_parallel_size": 1 for name in ("pipeline_model", "expert_model", "context", "tensor_model")},
-    **{"calculate_per_token_loss": True, "sequence_parallel": False, "attention_dropout": 0},
-    "moe_token_dispatcher_type": "alltoall",
-    **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
-}
-"""Arguments that training with --wlb accepts."""
-
-
 def refuses(name: str, value: Any, *, has_experts: bool) -> bool:
     """Return whether `check` refuses an argument for its value alone."""
+    served = {"seq_length": 1024, "attention_dropout": 0, "tensor_model_parallel_size": 1}
     try:
-        check(Namespace(**_SERVED | {"num_experts": 2 if has_experts else None, name: value}))
+        check(Namespace(**served | {"num_experts": 2 if has_experts else None, name: value}))
     except (ValueError, TypeError):  # text instead of a number
         return True
     return False

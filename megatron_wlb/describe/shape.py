@@ -15,6 +15,7 @@ from megatron_wlb.model import (
     FULL,
     MAMBA,
     MLP,
+    MODELS,
     WINDOWED,
     Mixer,
     ModelShape,
@@ -29,11 +30,12 @@ MOST_LAYERS = 1 << 12
 """Of a list, as long as `--num-layers` may be."""
 
 
-def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape:
-    """Return the model of arguments, or `base` with their sizes.
+def model_of(a: MegatronArguments, name: str | None = None) -> ModelShape:
+    """Return the model of arguments, or one of `MODELS` with their sizes.
 
     Missing sizes are Megatron's defaults; a missing vocabulary has size 0. Raises ValueError for contradictory sizes.
     """
+    base = MODELS[name] if name else None
     names = ("num_layers", "hidden_size", "num_attention_heads")
     if missing := [flag_of(name) for name in names if base is None and getattr(a, name) is None]:
         raise ValueError(f"no {', '.join(missing)}: give the sizes of the model")
@@ -53,7 +55,8 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
         sizes.setdefault("ffn_hidden_size", max(64, hidden * 8 // 3 // 64 * 64) if a.swiglu else 4 * hidden)
         sizes["gated_linear_unit"] = bool(a.swiglu)
     if a.multi_latent_attention:
-        sizes |= _latents(a)
+        latents = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        sizes |= latent_sizes(**{name: getattr(a, name) for name in latents})
     vocabulary = a.padded_vocab_size or a.vocab_size
     if vocabulary is not None or base is None:
         multiple = a.make_vocab_size_divisible_by * a.tensor_model_parallel_size
@@ -72,16 +75,6 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
             "change one of them"
         )
     return model
-
-
-def _latents(a: MegatronArguments) -> dict[str, int]:
-    return latent_sizes(
-        kv_lora_rank=a.kv_lora_rank,
-        q_lora_rank=a.q_lora_rank,
-        qk_head_dim=a.qk_head_dim,
-        qk_pos_emb_head_dim=a.qk_pos_emb_head_dim,
-        v_head_dim=a.v_head_dim,
-    )
 
 
 def _experts(a: MegatronArguments, dense: int) -> dict[str, int]:
@@ -132,11 +125,8 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
         kinds = [DELTA_NET if each else FULL for each in linear]
     window = _window(a.window_size)
     if window is not None:
-        has = (
-            [1] * count
-            if a.window_attn_skip_freq is None
-            else _flags("window_attn_skip_freq", a.window_attn_skip_freq, count)
-        )
+        frequency = a.window_attn_skip_freq
+        has = [1] * count if frequency is None else _flags("window_attn_skip_freq", frequency, count)
         kinds = [WINDOWED if kind == FULL and each else kind for kind, each in zip(kinds, has, strict=True)]
     pattern = "".join(kinds)
     # The shortest that is repeated.

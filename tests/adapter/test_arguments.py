@@ -79,7 +79,7 @@ def job_of(args):
     args.kv_channels = None
     validate_args(args, {})
     args.padded_vocab_size = 256
-    return jobs.from_args(args)
+    return jobs.described(args).job()
 
 
 LATENT = "--multi-latent-attention --no-rope-fusion --kv-lora-rank 32 --qk-head-dim 16 --v-head-dim 24"
@@ -112,7 +112,7 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     with pytest.raises(ValueError, match=r"evaluation \(--eval-global-batch-size\): 6 .* give 4 or 8$"):
         jobs.evaluation_job(job, args)
     args.microbatch_group_size_per_vp_stage = None
-    free, args.eval_global_batch_size = jobs.from_args(args), 8
+    free, args.eval_global_batch_size = jobs.described(args).job(), 8
     assert free.schedule().group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
     assert jobs.evaluation_job(free, args).schedule().group == 4
 

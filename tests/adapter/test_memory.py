@@ -70,7 +70,7 @@ def _kept(argv):
 
     training.setup_model_and_optimizer = setup_and_watch
     _train(argv, {}, os.devnull, exits=False)
-    return *measured[0], jobs.from_args(get_args())
+    return *measured[0], jobs.described(get_args()).job()
 
 
 def _local_extra(job):

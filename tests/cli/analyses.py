@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cli.analyze.setup import setup_of
+from megatron_wlb.cli.analyze.setup import Setup
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.job import Run, add_job_flags, run_of
 from megatron_wlb.cli.main import Parser, main
@@ -42,10 +42,6 @@ class Described(NamedTuple):
     data: Data | None
     """None without flags of data."""
 
-    @property
-    def notes(self) -> list[str]:
-        return self.run.notes
-
 
 def run(*words):
     """The run of words as a shell would read them."""
@@ -64,7 +60,7 @@ def described(*words):
 
 
 def setup(*words):
-    return setup_of(run(*words))
+    return Setup(run(*words))
 
 
 def analyse(tmp_path, *words):

@@ -98,8 +98,8 @@ def test_what_micro_batches_of_one_window_bring_is_not_credited_to_wlb(tmp_path,
     """A pipeline of two micro-batches of four windows waits; the gain over one of eight of a window is --wlb's own."""
     write_index(tmp_path / "short.idx", np.random.default_rng(0).integers(2, 300, 3000))
     model = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --swiglu"
-    words = f"--steps 8 {RUN} {model} --seq-length 1024 --global-batch-size 64 --pipeline-model-parallel-size 2"
-    words += f" --split 1 --data-path {tmp_path / 'short.idx'}"
+    words = f"--steps 8 --wlb-micro-batches 64 {RUN} {model} --seq-length 1024 --global-batch-size 64"
+    words += f" --pipeline-model-parallel-size 2 --split 1 --data-path {tmp_path / 'short.idx'}"
     four, one = (analyse(tmp_path, words, f"--micro-batch-size {size}") for size in (4, 1))
     apart, single = (each["schemes"]["thd"] for each in (four, one))
     assert four["single_windows"] == pytest.approx(apart["us_per_token"] / single["us_per_token"], rel=1e-3)

@@ -43,6 +43,7 @@ def test_fewer_layers_on_the_last_stage(tmp_path, data):
 def test_megatron_dispatches_and_attends_as_its_flags_say(data):
     """With --wlb tokens go all-to-all where they were gathered, and attention stays in bf16."""
     words = f"{JOB} --data-path {data} --num-experts 4 --gpu gb200 --fp8-format hybrid --fp8-dot-product-attention"
+    words += " --wlb-micro-batches 4"
     for dispatcher, ours in (("", "alltoall"), ("allgather", "alltoall"), ("flex", "flex")):
         found = setup(words, f"--moe-token-dispatcher-type {dispatcher}" if dispatcher else "")
         job = found.without_wlb("thd")
@@ -61,7 +62,7 @@ def test_gradients_in_the_dtype_of_the_model(data):
 
 def test_overlap_of_tensor_parallel_communication(data):
     """Not beyond a node, nor where it is on."""
-    words = f"{JOB} --data-path {data} --hidden-size 8192 --num-attention-heads 64 --sequence-parallel"
+    words = f"{JOB} --data-path {data} --hidden-size 8192 --num-attention-heads 64 --wlb-micro-batches 4"
 
     def tried(tp, *more):
         found = setup(f"{words} --tensor-model-parallel-size {tp}", *more)

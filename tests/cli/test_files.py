@@ -1,6 +1,5 @@
 """Files of commands: no output replaces an input or another output, and nothing is left of a command that is ended."""
 
-import argparse
 import os
 import signal
 
@@ -13,13 +12,13 @@ from tests.cli.commands import refusal
 def test_an_output_replaces_neither_an_input_nor_another_output(tmp_path, capsys, monkeypatch):
     log = tmp_path / "run.jsonl"
     log.write_text("a log")
-    monkeypatch.setattr(compare, "run", lambda args, words: writes(args))
 
-    def writes(args):
+    def run(args):
         compare.files.read(args.logs[0], 99, "")
         with common.writer(args.json, "--json"), common.writer(str(tmp_path / "b"), "--html"):
             raise AssertionError("both are open")
 
+    monkeypatch.setattr(compare, "run", run)
     (tmp_path / "link").symlink_to(log)
     for name, what in ((log, "an input"), (tmp_path / "link", "an input"), (tmp_path / "x/../b", "another output")):
         (tmp_path / "x").mkdir(exist_ok=True)
@@ -30,7 +29,7 @@ def test_an_output_replaces_neither_an_input_nor_another_output(tmp_path, capsys
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_that_is_ended_leaves_nothing(number, tmp_path, capsys, monkeypatch):
-    def run(args, words):
+    def run(args):
         with common.writer(args.json, "--json"):
             os.kill(os.getpid(), number)
 
@@ -47,7 +46,7 @@ def test_a_command_that_is_ended_leaves_nothing(number, tmp_path, capsys, monkey
 
 
 def test_an_error_of_the_system_names_file_and_remedy(capsys, monkeypatch):
-    def run(args: argparse.Namespace, words: common.Words) -> None:
+    def run(args):
         os.stat("/no/where")
 
     monkeypatch.setattr(compare, "run", run)

@@ -67,7 +67,7 @@ def test_ranks_of_what_starts_them(launcher, gpus):
     job = f"{MODEL} --seq-length {C} --pipeline-model-parallel-size 2"
     _, job, _ = found = described("--", launcher, "pretrain_gpt.py", job)
     assert job.parallel.num_gpus == 2 * job.num_micro_batches == (gpus or 2)  # a window a data-parallel rank
-    assert any("GPUs" in note for note in found.notes) == (gpus is None)
+    assert any("GPUs" in note for note in found.run.notes) == (gpus is None)
 
 
 @pytest.mark.parametrize("ranks", ["srun -N x --ntasks-per-node 8", "mpirun -np all", "torchrun --nproc-per-node gpu"])

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron_wlb.describe import flags
-from megatron_wlb.describe.flags import FORMER, add_wlb_arguments
+from megatron_wlb.describe.flags import add_wlb_arguments
 
 REASONS = {
     "--wlb": "the plugin",
@@ -63,10 +63,3 @@ def test_former_flags_do_what_their_successors_do(former, now, capsys, monkeypat
     flags._warn.cache_clear()
     parser().parse_args(former.split())
     assert capsys.readouterr().err == ""
-
-
-def test_every_former_flag_is_gone_or_its_value_is():
-    known = {flag: action for action in parser()._actions for flag in action.option_strings}
-    for former in FORMER:
-        flag, _, value = former.partition(" ")
-        assert value or known[flag].help == argparse.SUPPRESS

@@ -6,11 +6,12 @@ from fractions import Fraction
 import pytest
 
 from megatron_wlb.describe.arguments import MegatronArguments
-from megatron_wlb.describe.flags import PlanSettings
-from megatron_wlb.describe.megatron import job_of, parallel_of, recompute_of, row_multiple
+from megatron_wlb.describe.flags import PlanSettings, RunSettings
+from megatron_wlb.describe.megatron import Description, parallel_of, recompute_of, row_multiple
 from megatron_wlb.describe.shape import model_of
-from megatron_wlb.job import Parallel, Recompute
+from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
 
 H, HEADS, FFN = 64, 8, 256
@@ -23,6 +24,13 @@ JOB = SIZES | {"seq_length": 1024, "global_batch_size": 8}
 
 def arguments(**stated):
     return MegatronArguments.of(SIZES | stated)
+
+
+def job_of(stated, profile="flops", **given):
+    """The job of arguments, with the defaults of all settings."""
+    settings = {"packing": policy_of(None), "sharding": Sharding(), "settings": PlanSettings()}
+    settings |= {"run_settings": RunSettings(), "profile": profile}
+    return Description(arguments=MegatronArguments.of(stated), **settings).job(**given)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +133,7 @@ def test_layouts(stated, expected):
 def test_contradictions(stated, message):
     stated = {name: value for name, value in (JOB | stated).items() if value is not None}
     with pytest.raises(ValueError, match=message):
-        job_of(MegatronArguments.of(stated), settings=PlanSettings())
+        job_of(stated)
 
 
 def test_values_may_be_text_and_what_is_unknown_does_not_matter():
@@ -162,13 +170,13 @@ def test_micro_batches_are_aligned_for_kernels_and_ranks(numbers, multiple):
     assert row_multiple(*numbers) == multiple
     stated = JOB | dict(zip(("fp8", "fp8_recipe", "fp4"), numbers, strict=True))
     stated |= {"context_parallel_size": 2, "tensor_model_parallel_size": 4, "sequence_parallel": True}
-    job = job_of(MegatronArguments.of(stated), settings=PlanSettings())
+    job = job_of(stated)
     assert job.unit_tokens == 8 * multiple
 
 
 def test_what_the_caller_knows_takes_precedence():
-    a = MegatronArguments.of(JOB | {"hidden_dropout": 0, "overlap_p2p_comm": False})
-    job = job_of(a, settings=PlanSettings(), model=MODELS["llama2-7b"], global_batch_size=2, reorder=False)
+    stated = JOB | {"hidden_dropout": 0, "overlap_p2p_comm": False}
+    job = job_of(stated, model=MODELS["llama2-7b"], global_batch_size=2, reorder=False)
     assert (job.model, job.global_batch_size, job.reorder) == (MODELS["llama2-7b"], 2, False)
     assert (job.hidden_dropout, job.overlap_transfers) == (False, True)
 
@@ -213,12 +221,11 @@ PUBLISHED = {
 def test_a_hybrid_model_may_have_layers_of_all_kinds():
     stated = SIZES | {"hybrid_layer_pattern": "MG|*-E", "pipeline_model_parallel_size": 2, "ffn_hidden_size": 100}
     stated |= {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40}
-    a = MegatronArguments.of(JOB | stated)
-    model = model_of(a)
+    given = job_of(JOB | stated, "h100-fa2")
+    model = given.model
     assert model.kinds == ("M", "G", "*", "-", "E") and model.attention_layers == 1
     assert (model.mamba.inner, model.delta_net.inner) == (2 * H, 32 * 128)
     assert [model.weights_of(kind) for kind in "-E"] == [2 * 100 * H, 2 * 2 * 40 * H]
-    given = job_of(a, settings=PlanSettings(profile="h100-fa2"))
     assert given.layers_by_kind().sum(axis=(1, 2)).tolist() == [1] * 5 and given.crossover_tokens > 0
 
 
@@ -246,6 +253,5 @@ def test_the_crossover_of_linear_layers_is_that_of_published_shapes(name):
 )
 def test_layers_with_user_buffers_run_in_tiles(stated, rows, overlap):
     layout = {"tensor_model_parallel_size": 8, "sequence_parallel": True, "tp_comm_overlap": True}
-    a = MegatronArguments.of(JOB | layout | {"swiglu": True} | stated)
-    job = job_of(a, settings=PlanSettings())
+    job = job_of(JOB | layout | {"swiglu": True} | stated)
     assert (job.tp_tile_rows, job.tp_overlap) == (rows, overlap)

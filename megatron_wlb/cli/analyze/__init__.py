@@ -16,8 +16,8 @@ import argparse
 import sys
 
 from megatron_wlb.cli.analyze import report, table
-from megatron_wlb.cli.analyze.setup import schemes, setup_of
-from megatron_wlb.cli.common import Words, console, integer, progress, write_json, writer
+from megatron_wlb.cli.analyze.setup import Setup, schemes
+from megatron_wlb.cli.common import console, integer, progress, write_json, writer
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.simulate.step import trace_of
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_flags(parser)
 
 
-def run(args: argparse.Namespace, words: Words) -> int:
+def run(args: argparse.Namespace) -> int:
     """Analyse, print and write. Raises ValueError before anything is written."""
     import jinja2  # noqa: F401  # an extra, missed now rather than after the work
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, words: Words) -> int:
         raise ValueError("two outputs would be mixed on standard output; name a file for one")
     if args.html is not None:
         from megatron_wlb.cli.analyze import page  # so are its packages
-    setup = setup_of(run_of(args, words.launched))
+    setup = Setup(run_of(args, args.launched))
     packed, simulated = report.steps_of(setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
@@ -62,12 +62,12 @@ def run(args: argparse.Namespace, words: Words) -> int:
         progress(len(schemes(setup)) * packed, args.json, "analysing") as advance,
     ):
         results = report.analyse(setup, packed, simulated, advance)
-        in_words = {"headline": " ".join(table.headline(results)), "facts": table.facts(results)}
-        write_json(file, in_words | results.entries)
+        words = table.in_words(results)
+        write_json(file, {"headline": words["headline"], "facts": words["facts"]} | results.entries)
         if html is not None:
-            html.write(page.page(results))
+            html.write(page.page(results, words))
         write_json(trace, trace_of(results.examples["ours"].step))
     if args.q and setup.run.misfit:
         print(f"! {setup.run.misfit}", file=sys.stderr)
-    table.show(results, terminal, verdict_only=args.q)
-    return int(args.q and table.verdict(results)[1] != "gain")
+    table.show(words, terminal, verdict_only=args.q)
+    return int(args.q and words["tone"] != "gain")

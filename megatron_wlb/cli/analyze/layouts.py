@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +19,9 @@ FIRST_WINDOWS = 32
 MOST_SHARDS = 1 << 14
 """Windows of a step, times context-parallel ranks, up to which a layout is tried: all are sharded and simulated."""
 _OF_STAGES = (
-    "virtual_pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "microbatch_group_size_per_vp_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
-)
+    "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage microbatch_group_size_per_vp_stage "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout"
+).split()
 """Arguments that belong to the stages of one layout."""
 
 
@@ -56,19 +51,14 @@ def jobs(run: Run, job: Job, samples: Samples) -> Iterator[Job]:
     None with experts: a job knows only those that a token goes to.
     """
     for cp, pp, vpp in sizes(job) if not job.model.moe_router_topk else ():
-        stages = dict.fromkeys(_OF_STAGES) | {"num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None}
-        layout = replace(
-            run.arguments,
-            context_parallel_size=cp,
-            pipeline_model_parallel_size=pp,
-            **stages,  # type: ignore[arg-type]
-        )
-        free = replace(run.settings, max_tokens=None, memory_budget=None)
+        layout: dict[str, Any] = {"context_parallel_size": cp, "pipeline_model_parallel_size": pp}
+        layout |= dict.fromkeys(_OF_STAGES) | {"num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None}
+        settings = replace(run.settings, max_tokens=None, memory_budget=None)
+        other = replace(run, arguments=replace(run.arguments, **layout), settings=settings, budget=None)
         with contextlib.suppress(ValueError):
-            budget = run.budget_bytes(run.job(layout, settings=free))
-            if budget is not None:
-                make = partial(run.job, layout, settings=free, budget_bytes=budget)
-                yield predictions(make(), make, samples, memory_known=True)[0]
+            if (budget := run.budget_bytes(other.job())) is not None:
+                known = replace(other, budget=budget)
+                yield predictions(known.job(), known.job, samples, memory_known=True)[0]
 
 
 def relieved(job: Job, samples: Samples) -> Job:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,15 +24,15 @@ MOST = 16
 """Most micro-batches or ranks that are drawn: more are alike, and too narrow to see."""
 
 
-def page(report: Report) -> str:
-    """Render the whole page; `analyze.html` has the words of its pictures."""
+def page(report: Report, words: dict[str, Any]) -> str:
+    """Render the whole page of a report `in_words`; `analyze.html` has the words of its pictures."""
 
     def picture(title: str, text: str, draw: str, height: float) -> pictures.Section:
         return pictures.section(title, text, partial(_DRAW[draw], report), height)
 
     parallel = report.setup.job.parallel
     sizes = {"cp": parallel.cp, "pp": parallel.pp, "most_facts": table.MOST_FACTS}
-    return render("analyze.html", report=table.in_words(report), picture=picture, **sizes)
+    return render("analyze.html", report=words, picture=picture, **sizes)
 
 
 def lengths(report: Report, figure: Figure) -> None:

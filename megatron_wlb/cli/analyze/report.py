@@ -1,7 +1,6 @@
 """The numbers: packed, sharded and simulated steps of every scheme."""
 
 import contextlib
-import copy
 import datetime
 import json
 import math
@@ -149,9 +148,8 @@ class Others(NamedTuple):
         """Return the speed-up of Megatron, documents apart, by --micro-batch-size 1."""
         if self.setup.megatron.micro_batch_size == 1:
             return 1.0
-        setup = copy.copy(self.setup)
-        setup.megatron = setup.megatron._replace(micro_batch_size=1)
-        return _speedup(self._replace(setup=setup)._measure("thd", setup.without_wlb("thd")), self.measured["thd"])[0]
+        single = self._measure("thd", self.setup.without_wlb("thd"), micro_batch_size=1)
+        return _speedup(single, self.measured["thd"])[0]
 
     def layouts(self) -> list[dict[str, Any]]:
         """Return the layouts that are faster, the fastest first, with what Megatron would gain in them."""
@@ -195,9 +193,9 @@ class Others(NamedTuple):
         found = {"gain": gain, "speedup": gain * speedup, "late_steps": each.numbers["late_steps"]}
         return found | {"speedup_error": math.hypot(error * speedup, gain * of_ours)}
 
-    def _measure(self, name: str, job: Job) -> Measured:
+    def _measure(self, name: str, job: Job, **changes: Any) -> Measured:
         simulated = min(len(self.measured["ours"].us), steps_of(job)[1], OTHER_SIMULATED)
-        return measure(self.setup, name, job, self.stride * simulated, simulated, self.measured["thd"])
+        return measure(self.setup, name, job, self.stride * simulated, simulated, self.measured["thd"], **changes)
 
 
 def readings(
@@ -249,13 +247,14 @@ def measure(
     simulated: int,
     apart: Measured | None,
     advance: Advance = lambda steps: None,
+    **changes: Any,
 ) -> Measured:
-    """Pack `packed` steps of a scheme and simulate `simulated` of them, evenly spread.
+    """Pack `packed` steps of a scheme and simulate `simulated` of them, evenly spread; `changes` are of `Megatron`.
 
     Steps of a scheme that delays have other documents than Megatron's. So its time per token is time per work, at the
     work per token of Megatron's steps, `apart`.
     """
-    megatron = setup.megatron._replace(name=name) if name in MEGATRON else Megatron()
+    megatron = setup.megatron._replace(name=name, **changes) if name in MEGATRON else Megatron()
     steps: list[tuple[float, int, int, int]] = []
     samples: list[Sample] = []
     for i, step in enumerate(setup.steps(job, packed)):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cli.data import Data, data_of
+from megatron_wlb.cli.data import data_of
 from megatron_wlb.cli.job import Run
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
@@ -88,11 +88,12 @@ def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
 
 
 class Setup:
-    """A run as --wlb would train it, and its data."""
+    """A run as --wlb would train it, and its data. Raises ValueError for what is no dataset."""
 
-    def __init__(self, run: Run, data: Data) -> None:
+    def __init__(self, run: Run) -> None:
+        self.data = data = data_of(run.arguments, run.notes, run.run_settings)
         self.run = run = run.on_device()
-        self.data, self.notes = data, run.notes
+        self.notes = run.notes
         job = run.job()
         if why := untimed(job):
             raise ValueError(why)
@@ -232,11 +233,6 @@ class Setup:
         if self.run.settings.max_tokens == "auto":
             chosen["max_tokens"] = self.job.max_tokens
         return " ".join(flag_with_value(name, value) for name, value in chosen.items())
-
-
-def setup_of(run: Run) -> Setup:
-    """Set up the analysis of a run. Raises ValueError for what is no dataset."""
-    return Setup(run, data_of(run.arguments, run.notes, run.run_settings))
 
 
 def _by_windows(job: Job, group_size: int | None) -> Job:

@@ -1,9 +1,8 @@
 """The report in words: rows and sentences for both the terminal and the page."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import CLOSE, KERNELS_OF, Report
@@ -140,16 +139,6 @@ def _least_and_most(report: Report, scheme: str, what: str = "") -> tuple[float,
     return min(found), max(found)
 
 
-def _to_paste(report: Report) -> list[tuple[str, str]]:
-    entries = report.entries
-    pairs = [
-        ("Add to the command", entries["flags"]),
-        ("To pin what auto chose", entries["pins"]),
-        ("Take out", " ".join(entries["refused"])),
-    ]
-    return [(title, flags) for title, flags in pairs if flags and gain(report) > 0]
-
-
 def facts(report: Report) -> list[str]:
     """Return sentences on what the numbers go by."""
     entries, job, schemes = report.entries, report.setup.job, report.entries["schemes"]
@@ -200,39 +189,26 @@ def parts(report: Report, scheme: str) -> dict[str, float]:
     return {title: each * sum(numbers["parts_ms"][name] for name in names) for title, names in PARTS.items()}
 
 
-class InWords(NamedTuple):
-    """A report as terminal and page show it."""
-
-    tone: str
-    first: str
-    rest: str
-    warnings: list[str]
-    job: str
-    source: str
-    rows: list[Row]
-    flags: list[tuple[str, str]]
-    """Titles, and the flags below them."""
-    facts: list[str]
-    """The first `MOST_FACTS` matter most."""
-
-    @property
-    def short(self) -> list[Row]:
-        """The rows to read first."""
-        return [row for row in self.rows if row[0] in ("", *SHORT)]
-
-
-def in_words(report: Report) -> InWords:
-    """Return the report in words."""
-    warnings = report.entries["warnings"]
-    shown = verdict(report)[1], *headline(report), warnings, _job(report), _source(report), rows(report)
-    return InWords(*shown, _to_paste(report), facts(report))
-
-
-def _source(report: Report) -> str:
-    entries = report.entries
+def in_words(report: Report) -> dict[str, Any]:
+    """Return the report as terminal and page show it; the first `MOST_FACTS` facts matter most."""
+    entries, every, (first, rest) = report.entries, rows(report), headline(report)
+    flags = {"Add to the command": entries["flags"], "To pin what auto chose": entries["pins"]}
+    flags["Take out"] = " ".join(entries["refused"])
     run = entries["launch"] if report.setup.run.launched.is_log else "flags and command as given"
     data = ", ".join(entries["data"]["prefixes"])
-    return f"{run}; data: {data}; {entries['date']}, megatron_wlb {entries['release']}"
+    return {
+        "tone": verdict(report)[1],
+        "first": first,
+        "headline": f"{first} {rest}",
+        "rest": rest,
+        "warnings": entries["warnings"],
+        "job": _job(report),
+        "source": f"{run}; data: {data}; {entries['date']}, megatron_wlb {entries['release']}",
+        "rows": every,
+        "short": [row for row in every if row[0] in ("", *SHORT)],
+        "flags": [(title, text) for title, text in flags.items() if text and gain(report) > 0],
+        "facts": facts(report),
+    }
 
 
 def _job(report: Report) -> str:
@@ -248,21 +224,23 @@ def _job(report: Report) -> str:
     )
 
 
-def show(report: Report, console: Any, *, verdict_only: bool) -> None:
-    """Print the report, or its first sentence."""
+def show(words: dict[str, Any], console: Any, *, verdict_only: bool) -> None:
+    """Print a report `in_words`, or its first sentence."""
     from rich.text import Text
 
-    words, say = in_words(report), partial(console.print, soft_wrap=True)
-    say(Text(words.first if verdict_only else f"{words.first} {words.rest}", style="bold"))
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), soft_wrap=True)
+
+    say(words["first" if verdict_only else "headline"], "bold")
     if verdict_only:
         return
-    for warning in words.warnings:
-        say(Text(f"! {warning}"))
-    say(Text(words.job))
-    console.print(common.table(words.rows[0], words.rows[1:], bold=(SPEEDUP,)))
-    for fact in words.facts[:MOST_FACTS]:
-        say(Text(f"- {fact}"))
-    if more := len(words.facts[MOST_FACTS:]):
-        say(Text(f"- {more} more in what --html and --json write."))
-    for title, flags in words.flags:
-        say(Text(f"{title}:\n  {flags}"))
+    for warning in words["warnings"]:
+        say(f"! {warning}")
+    say(words["job"])
+    console.print(common.table(words["rows"][0], words["rows"][1:], bold=(SPEEDUP,)))
+    for fact in words["facts"][:MOST_FACTS]:
+        say(f"- {fact}")
+    if more := len(words["facts"][MOST_FACTS:]):
+        say(f"- {more} more in what --html and --json write.")
+    for title, flags in words["flags"]:
+        say(f"{title}:\n  {flags}")
