@@ -233,7 +233,6 @@ def _is_last() -> bool:
 
 SOURCES = ("predicted", "measured")
 """Fields of an entry that hold shares, in the words and order of `simulate.TIME_SHARES`."""
-Shares = Mapping[str, float] | None
 
 
 def summary(
@@ -243,7 +242,7 @@ def summary(
     wait_seconds: float,
     gpus: int,
     predicted: tuple[float, Mapping[str, float]] | None,
-    measured: Shares,
+    measured: Mapping[str, float] | None,
 ) -> dict[str, Any]:
     """Return the log entry of a step, as JSON types.
 
