@@ -17,9 +17,6 @@ from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.timeline import run
 
-Span = tuple[Any, Any]
-"""Start and end, as returned by `_now`."""
-
 
 @contextlib.contextmanager
 def ranged(name: str) -> Iterator[None]:
@@ -34,7 +31,8 @@ class Clock:
 
     def __init__(self) -> None:
         self._job: Job
-        self._spans: dict[str, list[Span]] | None = None
+        self._spans: dict[str, list[tuple[Any, Any]]] | None = None
+        """Starts and ends, as returned by `_now`."""
 
     def begin(self) -> None:
         """Start a forward-backward pass. Nothing is recorded until `measure`."""
@@ -55,15 +53,6 @@ class Clock:
             began = _now()
             yield
             self._spans[what].append((began, _now()))
-
-    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap upstream's `backward_step` to time it."""
-
-        def backward_step(*args: Any, **kwargs: Any) -> Any:
-            with self.span("backward"):
-                return original(*args, **kwargs)
-
-        return backward_step
 
     def exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `runtime.all_to_all._all_to_all` to time its waits."""

@@ -1,4 +1,4 @@
-"""Supported upstream versions, and scoped replacements that check their targets.
+"""Supported upstream versions, scoped replacements that check their targets, and how bad input ends.
 
 Megatron is imported inside functions: without a GPU, `cpu.install` must run before.
 """
@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,6 +76,23 @@ SUPPORTED = {
 }
 """Every patch release of these, by minor version."""
 _OF_DEV = "megatron.core.context_parallel_layout"
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Turn a ValueError for bad input into status 2 and one line, which names the rank: files may be missing there."""
+    try:
+        yield
+    except ValueError as error:
+        here = os.environ.get("RANK")
+        rank = f" on rank {here}" if here and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        print(
+            f"{os.path.basename(sys.argv[0])}: error{rank}: {files.printable(str(error))}\n",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(2) from error
 
 
 def check_version(version: str) -> None:
@@ -160,11 +178,6 @@ def batch_sizes(args: Namespace) -> list[tuple[int, int]]:
     except (AssertionError, ValueError) as error:
         raise ValueError(f"--step-batch-size-schedule: {error}; give another, such as '0:512 100B:1024'") from error
     return schedule
-
-
-def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Upstream's default spec for a GPT model: one layer, or the whole block."""
-    return importlib.import_module("megatron.training.models.gpt").default_layer_spec(config, vp_stage)
 
 
 def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:

@@ -29,17 +29,11 @@ class _Stream:
     """A stream or event that does nothing: everything on the CPU runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __enter__(self) -> "_Stream":
-        return self
-
     def __exit__(self, *args: Any) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def record_event(self, event: Any = None) -> "_Stream":
+    def __enter__(self, *args: Any) -> "_Stream":
         return self
 
-    def synchronize(self) -> None: ...
+    wait_stream = wait_event = record = record_event = synchronize = __enter__
 
 
 def _is_cuda(device: Any) -> bool:

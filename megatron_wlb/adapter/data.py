@@ -1,7 +1,6 @@
 """This rank's micro-batches as tensors: tokens, targets and weights of its shard."""
 
 import atexit
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron_wlb.adapter.datasets import Text
 from megatron_wlb.adapter.digest import digest
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
-from megatron_wlb.runtime.backends.protocol import Encoding, varlen
+from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 
@@ -125,61 +124,56 @@ class Batch:
         return replace(self, **{name: move(part) for name, part in parts.items() if part is not None})
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BatchDataset(torch.utils.data.Dataset[Batch]):
     """Maps a MicroBatchPlan to this rank's Batch, reading only its own tokens."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        *,
-        cp_rank: int,
-        is_first: bool,
-        is_last: bool,
-        experts: bool = False,
-        linear: bool = False,
-        encode: Encoding = varlen,
-        windows: Sequence[int | None] = (None,),
-        order: Callable[[int], torch.Tensor] | None = None,
-    ) -> None:
-        """`experts`, `linear`: has the model such layers; `encode`: of the backend; `windows`: of `ModelShape`;
-        `order`: rows of the shard in the order of the model's, int64 [s] by their number, None: the same."""
-        self._reading, self._cp_rank, self._encode, self._windows = reading, cp_rank, encode, windows
-        self._order = order
-        self._is_first, self._is_last, self._experts, self._linear = is_first, is_last, experts, linear
+    reading: Reading
+    cp_rank: int
+    is_first: bool
+    is_last: bool
+    experts: bool
+    """Has the model such layers?"""
+    linear: bool
+    encode: Encoding
+    """Of the attention backend."""
+    windows: Sequence[int | None]
+    """Of `ModelShape`."""
+    order: Callable[[int], torch.Tensor] | None
+    """Rows of the shard in the order of the model's, int64 [s] by their number; None: the same."""
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
         tokens = labels = loss_mask = origin = positions = digested = None
-        metadata = ShardMetadata.build(plan.shards, self._cp_rank, self._encode, self._windows, self._linear)
-        if self._is_first or self._is_last:
+        metadata = ShardMetadata.build(plan.shards, self.cp_rank, self.encode, self.windows, self.linear)
+        if self.is_first or self.is_last:
             *parts, digested = self._read(plan)
-            if self._order is not None:
-                rows = self._order(len(metadata.positions))
+            if self.order is not None:
+                rows = self.order(len(metadata.positions))
                 parts = [part[..., rows] for part in parts]
             tokens, labels, loss_mask, origin, positions = parts
-        last = self._is_last
         return Batch(
-            split=self._reading.split,
+            split=self.reading.split,
             step=plan.step,
             padded_tokens=plan.padded_tokens,
             metadata=metadata,
             positions=positions,
-            tokens=tokens if self._is_first or self._reading.depths else None,
-            labels=labels if last else None,
-            loss_mask=loss_mask if last else None,
-            origin=origin if last else None,
-            padding=self._padding(plan) if self._experts else None,
-            digest=digested if last else None,
+            tokens=tokens if self.is_first or self.reading.depths else None,
+            labels=labels if self.is_last else None,
+            loss_mask=loss_mask if self.is_last else None,
+            origin=origin if self.is_last else None,
+            padding=self._padding(plan) if self.experts else None,
+            digest=digested if self.is_last else None,
         )
 
     def _padding(self, plan: MicroBatchPlan) -> torch.Tensor:
-        calls = plan.shards.shards[self._cp_rank].calls
+        calls = plan.shards.shards[self.cp_rank].calls
         each = [np.repeat(call["document"], call["stop"] - call["start"]) for call in calls]
         rows = torch.from_numpy(np.concatenate(each) == len(plan.documents))
-        return rows if self._order is None else rows[self._order(len(rows))]
+        return rows if self.order is None else rows[self.order(len(rows))]
 
     def _read(self, plan: MicroBatchPlan) -> list[Any]:
         """Return tokens, labels, mask, origin, positions and digest."""
-        reading, shard = self._reading, plan.shards.shards[self._cp_rank]
+        reading, shard = self.reading, plan.shards.shards[self.cp_rank]
         out = np.zeros((2, 1 + reading.depths, shard.tokens), np.int64)
         mask = np.zeros((1 + reading.depths, shard.tokens), np.float32)
         origin, positions, embedded = np.zeros((3, shard.tokens), np.int64)
@@ -217,6 +211,9 @@ def loader(
         except RuntimeError as error:
             last.append(error)
 
+    def outlive(worker: int) -> None:
+        DistributedSignalHandler(exit_signal).__enter__()
+
     batches: Any = iter(
         torch.utils.data.DataLoader(
             dataset,
@@ -226,7 +223,7 @@ def loader(
             # Others would be sent whole indexes; on Linux Python 3.14 starts others.
             multiprocessing_context="fork" if num_workers else None,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=None if exit_signal is None else functools.partial(_outlive, exit_signal),
+            worker_init_fn=None if exit_signal is None else outlive,
         )
     )
     if num_workers:
@@ -238,7 +235,3 @@ def loader(
 def _then_raise(batches: Iterator[Batch], last: Sequence[RuntimeError]) -> Iterator[Batch]:
     yield from batches
     raise last[0]
-
-
-def _outlive(exit_signal: int, worker: int) -> None:
-    DistributedSignalHandler(exit_signal).__enter__()

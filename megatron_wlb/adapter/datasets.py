@@ -5,9 +5,9 @@ import os
 import resource
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -65,7 +65,7 @@ class SplitData:
     identity: int
     """Digest of which files it reads, and of their sizes."""
     remark: str
-    """See `Ends.said`; "" if documents end with their only EOD."""
+    """What the start of a run says of documents that do not end with their only EOD; "" if all do."""
 
 
 def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None) -> list[Any]:
@@ -167,50 +167,35 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
         blend = dataset.dataset_index, dataset.dataset_sample_index
     parts, texts = zip(*(_part(each, args, split) for each in datasets), strict=True)
     identity = digest_of(dataset.unique_description_hash, *(text.size for text in texts))
-    remark = ""
-    if not args.wlb_sft and (found := ends(datasets)).irregular:
-        resets = args.reset_attention_mask or args.reset_position_ids
-        remark = found.said(split=resets)
-        if resets:
-            parts = tuple(_ByEod(*each) for each in zip(parts, texts, strict=True))
+    resets = args.reset_attention_mask or args.reset_position_ids
+    remark = "" if args.wlb_sft else _said_of_ends(datasets, resets=resets)
+    if remark and resets:
+        parts = tuple(_ByEod(*each) for each in zip(parts, texts, strict=True))
     samples = Samples(parts=parts, blend=blend, context_length=args.seq_length)
     order: Callable[[np.ndarray], np.ndarray] | None = None
-    steps = None
+    steps, ranks = None, args.data_parallel_size
     if split.startswith("valid") and args.full_validation:
-        ranks = args.data_parallel_size
         steps, order = -(-len(samples) // ranks), functools.partial(_passes, len(samples), ranks)
     elif args.wlb_dataloader_type == "cyclic":
         windows = args.wlb_windows_per_micro_batch if split == "train" else args.wlb_eval_windows_per_micro_batch
-        sizes = len(samples), windows, args.data_parallel_size
-        order = _Cyclic(*sizes, sharding=args.data_sharding)
-    if order is not None:
-        samples = Samples(parts=parts, blend=blend, context_length=args.seq_length, order=order)
+        order = _Cyclic(len(samples), windows, ranks, sharding=args.data_sharding)
     return SplitData(
-        samples=samples, texts=texts, first_sample=first_sample, steps=steps, identity=identity, remark=remark
+        samples=replace(samples, order=order),
+        texts=texts,
+        first_sample=first_sample,
+        steps=steps,
+        identity=identity,
+        remark=remark,
     )
 
 
-class Ends(NamedTuple):
-    """Where documents end, by a sample of them."""
+def _said_of_ends(datasets: Sequence[Any], *, resets: bool) -> str:
+    """Return what the start of a run says of documents without EOD as their last token, or with another.
 
-    sampled: int
-    irregular: int
-    """Those without EOD as their last token, or with another."""
-    crossing: float
-    """Share of the pairs of tokens in a document that lie on either side of an EOD."""
-
-    def said(self, *, split: bool) -> str:
-        """Return what the start of a run says of irregular ends; `split`: pieces end with EOD."""
-        how = f"{self.irregular} of {self.sampled} sampled documents do not end with their only EOD token"
-        if split:
-            return f"{how}: pieces end where EOD is, as the flags that reset ask; every rank reads all tokens for that"
-        return f"{how}: attention goes across EOD for {self.crossing:.1%} of their pairs of tokens"
-
-
-def ends(datasets: Sequence[Any]) -> Ends:
-    """Look at `SAMPLED` documents of `GPTDataset`s."""
+    `SAMPLED` documents of `GPTDataset`s tell; "" if these have none. `resets`: pieces end with EOD.
+    """
     sampled = irregular = 0
-    pairs = within = 0.0
+    pairs = within = 0.0  # of tokens in a document, and of those that no EOD separates
     chosen = range(0, len(datasets), -(-len(datasets) // SAMPLED))
     for i in chosen:
         dataset = datasets[i]
@@ -222,7 +207,12 @@ def ends(datasets: Sequence[Any]) -> Ends:
             parts = np.diff(np.concatenate(([0], at[at < length - 1] + 1, [length])))
             sampled, irregular = sampled + 1, irregular + (at.tolist() != [length - 1])
             pairs, within = pairs + float(length) ** 2, within + float((parts.astype(float) ** 2).sum())
-    return Ends(sampled, irregular, 1 - within / pairs if pairs else 0.0)
+    if not irregular:
+        return ""
+    how = f"{irregular} of {sampled} sampled documents do not end with their only EOD token"
+    if resets:
+        return f"{how}: pieces end where EOD is, as the flags that reset ask; every rank reads all tokens for that"
+    return f"{how}: attention goes across EOD for {1 - within / pairs:.1%} of their pairs of tokens"
 
 
 def _part(dataset: Any, args: Namespace, split: str) -> tuple[Part, Text]:

@@ -61,7 +61,8 @@ class WlbLatentExchange(WlbLatentAttention):
         positions = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, packed_seq_params)
         angles = self.rotary_pos_emb(positions)
         angles, magnitude = angles if isinstance(angles, tuple) else (angles, 1.0)  # YaRN has both
-        rotated = partial(self._rotated, angles=angles, magnitude=magnitude)
+        given = {"config": self.config, "mscale": magnitude, "cp_group": self.pg_collection.cp}
+        rotated = partial(apply_rotary_pos_emb, freqs=angles, mla_rotary_interleaved=True, **given)
         q, kv = (x.squeeze(1) for x in self._qkv_down_projection(hidden_states))
         latents, shared = kv.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
         if self.config.q_lora_rank is not None:
@@ -113,7 +114,3 @@ class WlbLatentExchange(WlbLatentAttention):
         kv = kv[: len(shared)].view(len(shared), -1, self.config.qk_head_dim + self.config.v_head_dim)
         keys, values = kv.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
         return side_by_side(torch.cat((keys, shared[:, None].expand(-1, kv.shape[1], -1)), dim=-1), values)
-
-    def _rotated(self, x: Any, angles: Any, magnitude: float) -> Any:
-        given = {"config": self.config, "mscale": magnitude, "cp_group": self.pg_collection.cp}
-        return apply_rotary_pos_emb(x, angles, **given, mla_rotary_interleaved=True)

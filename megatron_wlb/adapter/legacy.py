@@ -38,11 +38,11 @@ def check(args: Namespace) -> None:
         )
 
 
-def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], Any], one_line: Any) -> Any:
+def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], Any]) -> Any:
     """Run upstream's `pretrain`, called with `bound`, with `--wlb`.
 
     Arguments may be parsed inside, so `begin`, which returns the run's `Training`, is called behind that, before any
-    process group exists. `one_line` is a context for bad input.
+    process group exists.
     """
     initialize = importlib.import_module("megatron.training.initialize")
     gpt = importlib.import_module("megatron.core.models.gpt.gpt_model").GPTModel
@@ -68,13 +68,12 @@ def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], A
     def model_provider(*args: Any, **kwargs: Any) -> Any:
         model = make_model(*args, **kwargs)
         if type(model) is not gpt:
-            with one_line():
+            with compat.one_line():
                 raise compat.another_model(type(model).__name__)
         return model
 
     def dataset_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
-        with one_line():
-            return run.training.dataset_provider(num_samples, vp_stage)
+        return run.training.dataset_provider(num_samples, vp_stage)
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 

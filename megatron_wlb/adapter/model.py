@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 
-from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.latent import WlbLatentAttention, WlbLatentExchange
 from megatron_wlb.adapter.linear import GatedDeltaNet, WlbGatedDeltaNet
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
@@ -150,7 +149,9 @@ def configure(model: Any, *, options: AttentionOptions, context_length: int) -> 
 def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options: AttentionOptions) -> Any:
     """Return the spec of --spec (`given`) or upstream's; core attention and norms of local layers are replaced."""
     if given is None:
-        spec = compat.default_layer_spec(config, vp_stage)
+        from megatron.training.models.gpt import default_layer_spec  # from 0.19 on
+
+        spec = default_layer_spec(config, vp_stage)
     elif isinstance(given, ModuleSpec):
         spec = copy.deepcopy(given)
     else:  # called as upstream does

@@ -186,10 +186,7 @@ class Report:
         if loss is None:
             return
         plan = self._plans.trained(iteration)
-        waited, self._waited = self._plans.wait_seconds - self._waited, self._plans.wait_seconds
-        predicted = self._predicted.result() if self._predicted else None
-        gpus = self._job.parallel.num_gpus
-        entry = summary(plan, loss, took, waited, gpus, predicted=predicted, measured=measured)
+        entry = self._entry(plan, loss, took, measured)
         if digest is not None:
             print(digest_line(iteration, digest), flush=True)
             entry["digest"] = digest
@@ -199,12 +196,46 @@ class Report:
             device = {"device": device_name("cuda" if torch.cuda.is_available() else "cpu")}
             append(self._run.log, entry | details(plan, self._plans.job("train", plan.step)) | device)
         if self._scalar_interval and iteration % self._scalar_interval == 0:
-            _write_scalars(iteration, scalars(plan, entry))
+            _write_scalars(iteration, plan, entry)
+
+    def _entry(self, plan: StepPlan, loss: float, took: float, measured: dict[str, float] | None) -> dict[str, Any]:
+        """Return the log entry of a step that took so many seconds, as JSON types; `loss` is the mean over tokens."""
+        waited, self._waited = self._plans.wait_seconds - self._waited, self._plans.wait_seconds
+        microseconds, predicted = self._predicted.result() if self._predicted else (None, None)
+        tokens = plan.tokens
+        return {
+            "step": plan.step + 1,
+            "plan": f"{plan.digest:016x}",
+            "loss": loss,
+            "tokens": tokens,
+            "num_micro_batches": len(plan.work),
+            "padded_tokens": sum(m.padded_tokens for m in plan.micro_batches),
+            "imbalance_original": metrics.imbalance(plan.original_work),
+            "imbalance": metrics.imbalance(plan.work),
+            "delay_mean_steps": sum(max(0, steps) * late for steps, late in plan.delays.items()) / tokens,
+            "delay_max_steps": max(plan.delays),
+            "waiting_documents": plan.packed.num_waiting,
+            "delays_tokens": plan.delays,
+            "step_ms": took * 1e3,
+            "tokens_per_second_per_gpu": tokens / took / self._job.parallel.num_gpus,
+            "plan_wait_ms": waited * 1e3,
+            "predicted_ms": None if microseconds is None else microseconds / 1e3,
+            "predicted": predicted,
+            "measured": measured,
+        }
 
 
-def _write_scalars(iteration: int, scalars: dict[str, float]) -> None:
-    """Write to upstream's writers, under `wlb/`."""
-    values = {f"wlb/{name}": value for name, value in scalars.items()}
+SOURCES = ("predicted", "measured")
+"""Fields of an entry that hold shares, in the words and order of `simulate.TIME_SHARES`."""
+
+
+def _write_scalars(iteration: int, plan: StepPlan, entry: dict[str, Any]) -> None:
+    """Write numbers and shares of an entry, and shares of micro-batches by sharding, to upstream's writers."""
+    values = {f"wlb/{name}": value for name, value in entry.items() if isinstance(value, int | float)}
+    for how in SOURCES:
+        values |= {f"wlb/{how}/{name}": share for name, share in (entry[how] or {}).items()}
+    chosen = Counter(m.shards.strategy.replace("-", "_") for m in plan.micro_batches)
+    values |= {f"wlb/sharding/{name}": count / len(plan.micro_batches) for name, count in chosen.items()}
     if board := get_tensorboard_writer():
         for name, value in values.items():
             board.add_scalar(name, value, iteration)
@@ -231,48 +262,6 @@ def _is_last() -> bool:
     return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
-SOURCES = ("predicted", "measured")
-"""Fields of an entry that hold shares, in the words and order of `simulate.TIME_SHARES`."""
-Shares = Mapping[str, float] | None
-
-
-def summary(
-    plan: StepPlan,
-    loss: float,
-    step_seconds: float,
-    wait_seconds: float,
-    gpus: int,
-    predicted: tuple[float, Mapping[str, float]] | None,
-    measured: Shares,
-) -> dict[str, Any]:
-    """Return the log entry of a step, as JSON types.
-
-    `loss` is the mean over tokens, `wait_seconds` what was spent waiting for the planner; `predicted` simulated time in
-    us and shares, None if the job cannot be timed; `measured` shares of the step's time.
-    """
-    tokens, (predicted_us, shares) = plan.tokens, predicted or (None, None)
-    return {
-        "step": plan.step + 1,
-        "plan": f"{plan.digest:016x}",
-        "loss": loss,
-        "tokens": tokens,
-        "num_micro_batches": len(plan.work),
-        "padded_tokens": sum(m.padded_tokens for m in plan.micro_batches),
-        "imbalance_original": metrics.imbalance(plan.original_work),
-        "imbalance": metrics.imbalance(plan.work),
-        "delay_mean_steps": sum(max(0, steps) * late for steps, late in plan.delays.items()) / tokens,
-        "delay_max_steps": max(plan.delays),
-        "waiting_documents": plan.packed.num_waiting,
-        "delays_tokens": plan.delays,
-        "step_ms": step_seconds * 1e3,
-        "tokens_per_second_per_gpu": tokens / step_seconds / gpus,
-        "plan_wait_ms": wait_seconds * 1e3,
-        "predicted_ms": None if predicted_us is None else predicted_us / 1e3,
-        "predicted": shares,
-        "measured": measured,
-    }
-
-
 def details(plan: StepPlan, job: Job) -> dict[str, Any]:
     """Return further fields of the log entry."""
     return {
@@ -285,15 +274,6 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
         "lengths": [lengths.tolist() for lengths in plan.batch.lengths],
         "ranks": None if plan.batch.ranks is None else plan.batch.ranks.tolist(),
     }
-
-
-def scalars(plan: StepPlan, entry: dict[str, Any]) -> dict[str, float]:
-    """Return numbers and shares of an entry, and shares of micro-batches by sharding."""
-    found = {name: value for name, value in entry.items() if isinstance(value, int | float)}
-    for how in SOURCES:
-        found |= {f"{how}/{name}": share for name, share in (entry[how] or {}).items()}
-    chosen = Counter(m.shards.strategy.replace("-", "_") for m in plan.micro_batches)
-    return found | {f"sharding/{name}": count / len(plan.micro_batches) for name, count in chosen.items()}
 
 
 def line(entry: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Entry points: upstream's script under `megatron_wlb.run`, our `pretrain_gpt.py`. Both add `--wlb` to upstream."""
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -8,10 +7,13 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import Any
 
-from megatron_wlb.files import printable
+from megatron_wlb.adapter import compat, legacy
+from megatron_wlb.adapter.compat import one_line
+from megatron_wlb.describe.adapt import adapt
+from megatron_wlb.describe.flags import add_wlb_arguments, given_in
+from megatron_wlb.describe.refusals import REFUSED
 
 _HELP = {"--help", "-h"}
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
@@ -51,7 +53,7 @@ def after_megatron() -> None:
     import megatron.core
     import torch
 
-    from megatron_wlb.adapter import compat, cpu
+    from megatron_wlb.adapter import cpu
 
     with one_line():
         compat.check_version(megatron.core.__version__)  # a checkout on PYTHONPATH has no metadata
@@ -63,8 +65,6 @@ def after_megatron() -> None:
 
 def teach() -> None:
     """Do `install` for an imported megatron: replace three of upstream's functions."""
-    from megatron_wlb.adapter import compat, legacy
-
     package: Any = importlib.import_module("megatron.training")
     training: Any = importlib.import_module("megatron.training.training")
     arguments: Any = importlib.import_module("megatron.training.arguments")
@@ -79,8 +79,6 @@ def teach() -> None:
 
 def train() -> None:
     """Do what upstream's script does after its imports, with our parts."""
-    from megatron_wlb.adapter import compat
-
     if compat.upstream().passes_functions:
         with one_line():
             raise ValueError(
@@ -89,23 +87,6 @@ def train() -> None:
             )
     # Upstream 0.19 divides by the evaluation interval even without evaluation, and has no default for it.
     compat.run_script({"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000})
-
-
-@contextlib.contextmanager
-def one_line() -> Iterator[None]:
-    """Turn a ValueError for bad input into status 2 and one line, which names the rank: files may be missing there."""
-    try:
-        yield
-    except ValueError as error:
-        here = os.environ.get("RANK")
-        rank = f" on rank {here}" if here and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print(
-            f"{os.path.basename(sys.argv[0])}: error{rank}: {printable(str(error))}\n",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise SystemExit(2) from error
 
 
 def before_megatron() -> None:
@@ -133,9 +114,6 @@ def before_megatron() -> None:
 def _parsing(original: Any, given: set[str]) -> Any:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
-        from megatron_wlb.describe.flags import add_wlb_arguments, given_in
-        from megatron_wlb.describe.refusals import REFUSED
-
         if "--wlb" in sys.argv and any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             with one_line():  # before upstream drops all flags for those of the file
                 raise ValueError(f"--wlb: --yaml-cfg {REFUSED['yaml_cfg']}")
@@ -164,8 +142,7 @@ def _parsing(original: Any, given: set[str]) -> Any:
 
 def _settle(args: Namespace, given: set[str]) -> None:
     """Set what must be so with `--wlb`, say it on the first rank, and check the rest."""
-    from megatron_wlb.adapter import compat, jobs, legacy
-    from megatron_wlb.describe.adapt import adapt
+    from megatron_wlb.adapter import jobs
 
     if compat.upstream().passes_functions:
         legacy.check(args)
@@ -205,15 +182,12 @@ def _training(original: Any) -> Any:
     def pretrain(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        from megatron_wlb.adapter import compat
-
         if "--wlb" not in sys.argv:
             if "--wlb-digest" in sys.argv:
                 return _digested(original, *args, **kwargs)
             with compat.prebuilt_dataset_helpers():
                 return original(*args, **kwargs)
 
-        from megatron_wlb.adapter import legacy
         from megatron_wlb.adapter.training import Training
 
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -221,17 +195,17 @@ def _training(original: Any) -> Any:
         config: Any = call.get("cfg_container")
         model_provider, forward_step = call.get("model_provider"), call.get("forward_step_func")
 
+        @one_line()
         def begin() -> Training:
-            with one_line():
-                if forward_step is not None:  # None: our own script
-                    compat.check_script(getattr(config, "model", None), model_provider, forward_step)
-                return Training(get_args())
+            if forward_step is not None:  # None: our own script
+                compat.check_script(getattr(config, "model", None), model_provider, forward_step)
+            return Training(get_args())
 
         if compat.upstream().passes_functions:
-            return legacy.pretrain(original, bound, begin, one_line)
+            return legacy.pretrain(original, bound, begin)
         training = begin()
         training.configure(config.model)
-        call["train_valid_test_dataset_provider"] = _in_one_line(training.dataset_provider)
+        call["train_valid_test_dataset_provider"] = training.dataset_provider
         call["forward_step_func"] = training.forward_step
         with compat.prebuilt_dataset_helpers(), training.installed():
             return original(*bound.args, **bound.kwargs)
@@ -239,20 +213,11 @@ def _training(original: Any) -> Any:
     return pretrain
 
 
-def _in_one_line(provider: Any) -> Any:
-    @functools.wraps(provider)
-    def dataset_provider(*args: Any, **kwargs: Any) -> Any:
-        with one_line():
-            return provider(*args, **kwargs)
-
-    return dataset_provider
-
-
 def _digested(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's training as it is, with the digest of every step."""
     from megatron.training import get_args, get_tokenizer, training
 
-    from megatron_wlb.adapter import compat, digest
+    from megatron_wlb.adapter import digest
 
     bound = inspect.signature(original).bind(*args, **kwargs)
     upstream = digest.Upstream(get_tokenizer, lambda: get_args().calculate_per_token_loss)

@@ -91,6 +91,7 @@ class Training:
     def _tiled(self, function: Any) -> Any:
         return functools.partial(function, sizes=self._job.tiles, ranks=self._job.parallel.tp)
 
+    @compat.one_line()
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Return this rank's endless batches of the three splits."""
         if not vp_stage:
@@ -165,7 +166,7 @@ class Training:
         args = self._args
         first_step = args.iteration if split == "train" else 0
         dataset = BatchDataset(
-            self._readings[split],
+            reading=self._readings[split],
             cp_rank=mpu.get_context_parallel_rank(),
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
@@ -228,7 +229,7 @@ class Training:
             linear.installed() if has_linear_layers(self._args) else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
             compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
-            compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
+            compat.replaced(schedules, "backward_step", self._report.clock.span("backward"), ()),
             compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
             compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tiles), ()),
             compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),

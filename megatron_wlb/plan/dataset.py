@@ -4,7 +4,6 @@ A document is one of its *sequences*, as in Megatron. The index stays mapped, an
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +42,9 @@ def check_index(prefix: str) -> int:
     Raises ValueError if a file is missing, truncated, of another format, or without a document.
     """
     path, binary = _files(prefix)
-    sequences, item_bytes = _header(path)
-    if not sequences:
-        raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
-    lengths, pointers = _mapped(path, sequences)
+    lengths, pointers, item_bytes = _mapped(path)
     _check_size(path, binary, int(pointers[-1]) + int(lengths[-1]) * item_bytes)
-    return sequences
+    return len(lengths)
 
 
 def read_index(prefix: str) -> DocumentIndex:
@@ -58,8 +54,9 @@ def read_index(prefix: str) -> DocumentIndex:
     """
     path, binary = _files(prefix)
     lengths, pointers, item_bytes = _parse(path)
+    chunks = (slice(begin, begin + _CHUNK) for begin in range(0, len(lengths), _CHUNK))
     # Unsigned: a damaged pointer near 2^63 must not wrap around to a small one.
-    stops = (pointers[c].view("<u8") + lengths[c].astype("<u8") * item_bytes for c in _chunks(len(lengths)))
+    stops = (pointers[c].view("<u8") + lengths[c].astype("<u8") * item_bytes for c in chunks)
     size = _check_size(path, binary, max(int(stop.max()) for stop in stops))
     return DocumentIndex(
         prefix=prefix.removesuffix(".idx"), lengths=lengths, pointers=pointers, item_bytes=item_bytes, bytes=size
@@ -72,9 +69,8 @@ def doubts(prefix: str) -> list[str]:
     Writers put documents one behind the other: where they are not, it may be a subset, or be damaged. So may it be
     where the `.bin` file, if it is here, has more than is described.
     """
-    path, binary = (Path(prefix.removesuffix(".idx") + suffix) for suffix in (".idx", ".bin"))
-    sequences, item_bytes = _header(path)
-    lengths, pointers = _mapped(path, sequences)
+    path, binary = _paths(prefix)
+    lengths, pointers, item_bytes = _mapped(path)
     count, elsewhere, end, first = 0, 0, 0, ""
     for begin in range(0, len(lengths), max(_LOOKED_AT, -(-len(lengths) // _BLOCKS))):
         rows = slice(begin, begin + _LOOKED_AT + 1)
@@ -99,17 +95,23 @@ def read_lengths(prefix: str) -> np.ndarray:
 
     Raises ValueError as `read_index`, but for what only the `.bin` file shows.
     """
-    path = Path(prefix.removesuffix(".idx") + ".idx")
+    path, _ = _paths(prefix)
     _check_file(path)
     return _parse(path)[0]
 
 
+def _paths(prefix: str) -> tuple[Path, Path]:
+    """Return where the index and the tokens are."""
+    prefix = prefix.removesuffix(".idx")
+    return Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+
+
 def _files(prefix: str) -> tuple[Path, Path]:
-    paths = tuple(Path(prefix.removesuffix(".idx") + suffix) for suffix in (".idx", ".bin"))
+    paths = _paths(prefix)
     for file in paths:
         _check_file(file)
     files.INPUTS.update(map(os.path.realpath, paths))
-    return paths[0], paths[1]
+    return paths
 
 
 def _check_file(path: Path) -> None:
@@ -126,12 +128,16 @@ def _check_size(path: Path, binary: Path, needed: int) -> int:
     return size
 
 
-def _chunks(size: int) -> Iterator[slice]:
-    return (slice(begin, begin + _CHUNK) for begin in range(0, size, _CHUNK))
+def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return what `_mapped` does, all of it looked at."""
+    lengths, pointers, item_bytes = _mapped(path)
+    if (lengths < 0).any() or (pointers < 0).any():
+        raise ValueError(f"{path} holds a negative length or pointer: the file is damaged, build it again")
+    return lengths, pointers, item_bytes
 
 
-def _header(path: Path) -> tuple[int, int]:
-    """Return the number of sequences, and bytes per token."""
+def _mapped(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return sequence lengths, pointers, and bytes per token; the header is checked."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(_HEADER)
@@ -155,20 +161,8 @@ def _header(path: Path) -> tuple[int, int]:
         raise ValueError(
             f"{path} has {size} bytes, its header announces {needed}: the file is truncated, build it again"
         )
-    return sequences, _ITEM_BYTES[code]
-
-
-def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return sequence lengths, pointers, and bytes per token."""
-    sequences, item_bytes = _header(path)
     if not sequences:
         raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
-    lengths, pointers = _mapped(path, sequences)
-    if (lengths < 0).any() or (pointers < 0).any():
-        raise ValueError(f"{path} holds a negative length or pointer: the file is damaged, build it again")
-    return lengths, pointers, item_bytes
-
-
-def _mapped(path: Path, sequences: int) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.memmap(path, "<i4", "r", _HEADER, (sequences,))
-    return np.asarray(lengths), np.asarray(np.memmap(path, "<i8", "r", _HEADER + 4 * sequences, (sequences,)))
+    pointers = np.memmap(path, "<i8", "r", _HEADER + 4 * sequences, (sequences,))
+    return np.asarray(lengths), np.asarray(pointers), _ITEM_BYTES[code]

@@ -7,6 +7,15 @@ import numpy as np
 
 DOCUMENTS = 1 << 17
 """Documents of an epoch."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""By which SplitMix64's states (Steele, Lea, Flood 2014) are apart."""
+
+
+def finalized(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer of uint64 states, whose arithmetic wraps around, as it should."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +84,10 @@ class MockDocuments:
         """Return tokens of a document from token `offset` on, int64 [length], whoever reads how much of it."""
         last = int(self.sequence_lengths[idx]) - 1
         count = last + 1 - offset if length is None else length
-        # SplitMix64 of (seed, document, place). uint64 arithmetic wraps around, as it should.
+        # SplitMix64 of (seed, document, place).
         place = np.arange(offset, offset + count, dtype=np.uint64)
-        mixed = place + np.uint64((self.seed * 0x9E3779B97F4A7C15 + idx * 0xD1B54A32D192ED03) % (1 << 64))
-        mixed *= np.uint64(0x9E3779B97F4A7C15)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        tokens = ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(self.vocabulary - 1)).astype(np.int64)
+        state = place + np.uint64((self.seed * GOLDEN + idx * 0xD1B54A32D192ED03) % (1 << 64))
+        tokens = (finalized(state * np.uint64(GOLDEN)) % np.uint64(self.vocabulary - 1)).astype(np.int64)
         tokens += tokens >= self.eod
         tokens[place == last] = self.eod
         return tokens

@@ -13,8 +13,11 @@ EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmo
 LOSS = "calculate_logits_max calculate_predicted_logits calculate_cross_entropy_loss calculate_gradients"
 ADD = "bias_dropout_add_fused_train"
 TRAINED = {
-    "swiglu, recomputed": (FULL, "", f"swiglu swiglu_back {ADD}"),
-    "experts": (f"{MOE} {EXPERT_BIAS}", "", f"weighted_swiglu weighted_swiglu_back _apply_expert_bias {ADD}"),
+    "swiglu and experts, recomputed": (
+        f"{FULL} {MOE} --moe-layer-freq [0,1]*2 {EXPERT_BIAS}",
+        "",
+        f"swiglu swiglu_back weighted_swiglu weighted_swiglu_back _apply_expert_bias {ADD}",
+    ),
     "swiglu with bias, loss": (
         "--bf16 --cross-entropy-loss-fusion --eval-interval 1 --eval-iters 2",
         "--disable-bias-linear",

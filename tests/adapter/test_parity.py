@@ -53,7 +53,7 @@ LAYOUTS = [
     (2, f"{PP2} --pipeline-model-parallel-layout Et|tt|t|L"),
     (4, f"{PP4} --pipeline-model-parallel-layout E|tt*2|t|L"),
     (2, ""),
-    (8, f"{ALL} {BY_DOCUMENT}"),
+    full(8, f"{ALL} {BY_DOCUMENT}"),
     full(8, f"{ALL} {FULL}"),
     (2, f"{CP2} {FULL}"),
     (2, f"{CP2} --recompute-activations"),

@@ -18,7 +18,7 @@ from megatron_wlb.adapter.data import BatchDataset, Reading
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.plan import step
-from tests.adapter.training import ADAM, CP2, PP2, entries, train
+from tests.adapter.training import ADAM, CP2, PP2, entries, full, train
 from tests.worlds import run_world
 
 
@@ -146,8 +146,8 @@ def test_the_number_of_micro_batches_is_chosen(dataset, tmp_path):
 def test_steps_are_replayed(dataset, tmp_path, monkeypatch):
     """A transient error is injected into every step after the first, each of which runs again, and nothing else."""
     plain, replayed = tmp_path / "plain.jsonl", tmp_path / "replayed.jsonl"
-    common = [*ADAM, *CP2.split(), *PP2.split(), *"--wlb-micro-batches 16 --train-iters 3 --num-layers 2".split()]
-    train(4, dataset, *common, log=plain)
+    common = [*ADAM, *PP2.split(), *"--wlb-micro-batches 16 --train-iters 3 --num-layers 2".split()]
+    train(2, dataset, *common, log=plain)
     forward = Training.forward_step
 
     def counted(self, *args, **kwargs):
@@ -158,9 +158,9 @@ def test_steps_are_replayed(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(Training, "forward_step", counted)
     inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type transient_error".split()
     inject += ["--no-check-for-nan-in-loss-and-grad", "--check-for-spiky-loss"]  # the second does not end a run
-    train(4, dataset, *common, *inject, log=replayed)
+    train(2, dataset, *common, *inject, log=replayed)
     assert losses(replayed) == losses(plain)
-    assert [(tmp_path / f"forward{rank}").stat().st_size for rank in range(4)] == [16 * (1 + 2 + 2)] * 4
+    assert [(tmp_path / f"forward{rank}").stat().st_size for rank in range(2)] == [16 * (1 + 2 + 2)] * 2
 
 
 def test_a_step_that_fails_validation_is_saved_as_still_to_come(dataset, whole, tmp_path):
@@ -179,7 +179,7 @@ def test_a_step_that_fails_validation_is_saved_as_still_to_come(dataset, whole, 
     assert losses(log) == whole
 
 
-@pytest.mark.parametrize("worker", [[], ["--use-persistent-ckpt-worker"]])
+@pytest.mark.parametrize("worker", [full([]), ["--use-persistent-ckpt-worker"]])
 def test_asynchronous_saving(worker, dataset, tmp_path, monkeypatch):
     """What waits is there before the checkpoint counts as saved."""
     log, checkpoint = tmp_path / "log.jsonl", tmp_path / "ckpt"

@@ -1,7 +1,6 @@
 """Every step trains what Megatron's own run trains: losses, gradients and parameters, whatever the data and the layout.
 
-`upstream_script` runs Megatron as it is, with its dense masks (`--reset-attention-mask`). Beside every result stands by
-how much Megatron's own micro-batch size 2 differs.
+`upstream_script` runs Megatron as it is, with its dense masks (`--reset-attention-mask`).
 """
 
 import re
@@ -30,21 +29,17 @@ def spread(run, theirs):
     return losses, norms, relative_error(run["params"], theirs["params"])
 
 
-def compare(run, theirs, own=None):
-    """Compare a run with Megatron's, and print how much Megatron's `own` other micro-batch size differs."""
-    found = spread(run, theirs)
-    print("--wlb:", found, "micro-batch size 2:", own and spread(own, theirs))
+def compare(run, theirs):
     assert len(run["losses"]) == len(theirs["losses"])
-    assert found[0] <= LOSS and found[1] <= NORM and found[2] <= PARAMETERS
+    loss, norm, parameters = spread(run, theirs)
+    assert loss <= LOSS and norm <= NORM and parameters <= PARAMETERS
     assert run["evaluations"] == pytest.approx(theirs["evaluations"], rel=LOSS)
 
 
 @pytest.mark.parametrize(("size", "layout"), [(2, CP2), full(2, VPP2), full(2, ""), full(1, "")])
 def test_a_hundred_steps(size, layout, dataset):
     common = [*GENTLE.split(), "--train-iters", "100"]
-    theirs = train(1, dataset, *common, wlb=False)
-    two = train(1, dataset, *common, "--micro-batch-size", "2", wlb=False)
-    compare(train(size, dataset, *common, *layout.split()), theirs, two)
+    compare(train(size, dataset, *common, *layout.split()), train(1, dataset, *common, wlb=False))
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +109,8 @@ def test_positions_begin_anew_where_documents_are_packed(dataset):
 
 def test_fp16_has_the_scale_of_a_mean_over_tokens(dataset):
     flags = [*GENTLE.split(), *"--fp16 --loss-scale 65536 --train-iters 3".split()]
-    ours, theirs = (train(1, dataset, *flags, wlb=wlb) for wlb in (True, False))
-    two = train(1, dataset, *flags, "--micro-batch-size", "2", wlb=False)
-    print("--wlb:", found := spread(ours, theirs), "micro-batch size 2:", spread(two, theirs))
-    assert found[0] <= 1e-5 and found[1] <= 1e-3
+    loss, norm, _ = spread(*(train(1, dataset, *flags, wlb=wlb) for wlb in (True, False)))
+    assert loss <= 1e-5 and norm <= 1e-3
 
 
 @pytest.mark.parametrize(
@@ -191,10 +184,11 @@ def test_one_curve(dataset, tmp_path):
 def test_weights_trained_on_shorter_sequences(dataset, tmp_path):
     """`--finetune` from them begins at the first sample, as Megatron's does."""
     load = ["--load", str(tmp_path), "--finetune"]
-    train(1, dataset, *GENTLE.split(), *f"--seq-length 64 --save {tmp_path} --save-interval 2".split(), wlb=False)
+    short = f"--seq-length 64 --save {tmp_path} --save-interval 2".split()
+    first, _ = train(1, dataset, *GENTLE.split(), *short, wlb=False)["losses"]
     theirs = train(1, dataset, *GENTLE.split(), *load, wlb=False)
     compare(train(2, dataset, *GENTLE.split(), *load, *CP2.split()), theirs)
-    assert theirs["losses"][0] != train(1, dataset, *GENTLE.split(), "--train-iters", "1", wlb=False)["losses"][0]
+    assert theirs["losses"][0] < first - 0.01  # not from the beginning
 
 
 def digests(path):
@@ -203,18 +197,12 @@ def digests(path):
 
 @pytest.mark.parametrize("flags", ["", EOD_MASK, full(f"{EOD_MASK} --calculate-per-token-loss")])
 def test_digests(flags, dataset, tmp_path):
-    """Both runs print the same, in any layout; other data, targets or weights show in their step."""
+    """Both runs print the same, in any layout; `test_chaos` has that steps differ in it."""
     common = [*GENTLE.split(), "--wlb-digest", *flags.split()]
-    plain, ours, data = (tmp_path / name for name in ("plain", "ours", "data"))
+    plain, ours = tmp_path / "plain", tmp_path / "ours"
     train(2, dataset, *common, *PP2.split(), wlb=False, prints=plain)
     train(4, dataset, *common, *CP2.split(), *VPP2.split(), prints=ours)
     assert digests(plain) == digests(ours) and len(digests(ours)) == 2
-    tokens = np.fromfile(f"{dataset}.bin", "<i4")
-    changed = Path(write_dataset(tmp_path / "other", seed=0, documents=300))
-    tokens[0] += 1
-    tokens.tofile(changed.with_suffix(".bin"))
-    train(1, str(changed), *common, "--train-iters", "12", prints=data)
-    assert len(digests(data)) == len({digest for _, digest in digests(data)}) == 12
 
 
 def test_whole_documents(dataset, tmp_path):

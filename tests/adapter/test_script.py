@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import megatron.core
 import pytest
 import torch
+from megatron.training import arguments
 
 from megatron_wlb.adapter import compat, legacy, script
 from tests.adapter.training import ALGORITHM_1, MODEL, WLB, less
@@ -104,10 +105,7 @@ def test_the_health_check_of_images():
     [
         (RUN, "megatron_wlb.run: error: there is no script; give the path of pretrain_gpt.py"),
         ([*RUN, "nowhere/pretrain_gpt.py"], "nowhere/pretrain_gpt.py is not a file; give the path"),
-        ([*RUN, SCRIPT, *CPU, "--wlb", *MODEL, "--attention-dropout", "0.1"], "--attention-dropout is 0.1; packed"),
-        ([OURS, *CPU, "--wlb", "--yaml-cfg", "CITATION.cff"], "--yaml-cfg is not supported; give flags"),
         ([OURS, *MODEL, *CPU], "with --wlb only; give it, or run upstream's script: python -m megatron_wlb.run"),
-        ([*RUN, SCRIPT, *CPU, *MODEL, "--wlb-log", "log", "--no-load-wlb"], "--wlb-log --no-load-wlb without --wlb;"),
         ([OURS, "--wlb", *MODEL], "torch sees no GPU on this machine; .*give --distributed-backend gloo to train on"),
         ([OURS, "--wlb", *MODEL, *CPU, "--data-path", "no\n\x1b[31mwhere"], r"file no  \[31mwhere.idx does not"),
     ],
@@ -119,6 +117,21 @@ def test_bad_input_is_one_line_and_status_2(command, message):
     assert len(errors) == 1
     assert re.search(message, errors[0])
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--wlb --attention-dropout 0.1", "--attention-dropout is 0.1; packed"),
+        ("--wlb --yaml-cfg CITATION.cff", "--yaml-cfg is not supported; give flags"),
+        ("--wlb-log log --no-load-wlb", "--wlb-log --no-load-wlb without --wlb; give --wlb too"),
+    ],
+)
+def test_bad_flags_are_one_line_and_status_2(flags, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *MODEL, *CPU, "--data-path", "unused", *flags.split()])
+    with pytest.raises(SystemExit, match="2"):
+        script._parsing(arguments.parse_args, set())()
+    assert re.fullmatch(f"pretrain_gpt.py: error: .*{message}.*\n", capsys.readouterr().err)
 
 
 def test_an_error_is_seen_whichever_rank_has_it(monkeypatch, capsys):
@@ -197,7 +210,7 @@ def test_before_019_a_script_that_makes_another_model_is_refused(capsys):
 
     call = inspect.signature(pretrain).bind(None, lambda: torch.nn.Linear(1, 1), None)
     with pytest.raises(SystemExit, match="2"):
-        legacy.pretrain(pretrain, call, None, script.one_line)
+        legacy.pretrain(pretrain, call, None)
     assert "GPT and hybrid models, and this script has a model of Linear; leave" in capsys.readouterr().err
 
 

@@ -111,7 +111,7 @@ def test_wandb_gets_the_same(monkeypatch):
     monkeypatch.setattr(report, "get_tensorboard_writer", lambda: None)
     plan = SimpleNamespace(micro_batches=[SimpleNamespace(shards=SimpleNamespace(strategy="hybrid"))])
     entry = {"tokens": 1, "digest": "ab", "predicted": None, "predicted_ms": None, "measured": MEASURED}
-    report._write_scalars(7, report.scalars(plan, entry))
+    report._write_scalars(7, plan, entry)
     ((values, step),) = logged
     assert step == 7
     shares = {f"wlb/measured/{name}": share for name, share in MEASURED.items()}

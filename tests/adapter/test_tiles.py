@@ -9,7 +9,7 @@ import torch
 from megatron_wlb.adapter import tiles
 from megatron_wlb.describe import megatron
 from tests.adapter.test_parity import ALL, BY_DOCUMENT, compare
-from tests.adapter.training import EP2, FULL, MOE, MTP, PP2, SELECTIVE, TP2, VPP2, full, train
+from tests.adapter.training import CP2, EP2, FULL, MOE, MTP, PP2, SELECTIVE, TP2, VPP2, full, train
 
 SHARED = "--moe-shared-expert-intermediate-size 64"
 TP4 = "--tensor-model-parallel-size 4 --sequence-parallel --make-vocab-size-divisible-by 64"
@@ -24,7 +24,8 @@ TP4 = "--tensor-model-parallel-size 4 --sequence-parallel --make-vocab-size-divi
         full(2, f"{TP2} {FULL}", "", 64),
         full(2, f"{TP2} {SELECTIVE} mlp", "", 64),
         (4, f"{TP2} {PP2}", "--position-embedding-type learned_absolute", 64),
-        (8, f"{ALL} {BY_DOCUMENT}", MTP, 34),
+        (4, f"{TP2} {CP2} {BY_DOCUMENT}", MTP, 34),
+        full(8, f"{ALL} {BY_DOCUMENT}", MTP, 34),
         full(8, f"{TP2} {VPP2} {EP2} --expert-tensor-parallel-size 1", f"{MOE} {SHARED}", 50),
     ],
 )

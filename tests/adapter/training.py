@@ -181,8 +181,9 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str, ex
         return chunks, optimizer, scheduler
 
     training.setup_model_and_optimizer = setup_and_watch
-    # Upstream's checkpoint writer starts this server by spawning, that is, by importing torch anew in every rank.
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    if "--save" in argv:
+        # Upstream's checkpoint writer starts this server by spawning, that is, by importing torch anew in every rank.
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     script.teach()
     with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
         if "--wlb" in argv and not compat.upstream().passes_functions:
