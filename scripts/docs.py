@@ -31,11 +31,12 @@ def pages() -> dict[Path, str]:
     tables = "benchmarks/results/README"
     parts = (
         ("docs/flags", "flags", flags()),
-        ("docs/performance", "published", published()),
+        ("docs/performance", "published", published(by_publication=False)),
         ("docs/convergence", "results", convergence()),
         (tables, "recipes", recipes()),
         (tables, "limit", limit()),
         (tables, "goals", goals()),
+        (tables, "publications", published(by_publication=True)),
         (tables, "attention", cp_attention()),
         (tables, "rows", cp_rows()),
         (tables, "layers", cp_layers()),
@@ -89,17 +90,21 @@ def limit() -> str:
     return _table(titles, lines)
 
 
-def published() -> str:
-    """Errors of predictions by publication, and how many are more than 15 % off."""
+def published(*, by_publication: bool) -> str:
+    """Errors of predictions by publication, or by kind of run, and how many are more than 15 % off."""
     settings, rows = _result("published")["settings"], _result("published")["rows"]
     lines = []
     for group in settings["groups"]:
-        numbers = [f"{group['ratio']:.2f}", *(f"{100 * group[f'{name}_error']:.0f} %" for name in ("median", "p90"))]
-        lines.append([group["group"], str(group["numbers"]), *numbers, f"{100 * group['within_15_percent']:.0f} %"])
+        if (", " in group["group"]) is by_publication:
+            numbers = [f"{group['ratio']:.2f}", *(f"{100 * group[f'{name}_error']:.0f} %" for name in ("median", "p90"))]
+            lines.append([group["group"], str(group["numbers"]), *numbers, f"{100 * group['within_15_percent']:.0f} %"])
+    first = "publication, precision" if by_publication else "runs"
+    table = _table([first, "numbers", "predicted / measured", "median error", "p90", "within 15 %"], lines)
+    if by_publication:
+        return table
     off = sum(abs(math.log(row["ratio"])) > OFF for row in rows)
-    titles = ["publication, precision", "numbers", "predicted / measured", "median error", "p90", "within 15 %"]
     left = f"{len(settings['not_predicted'])} publications are not predicted; the file has the reasons."
-    return f"{_table(titles, lines)}{off} numbers are more than 15 % off. {left}\n\n"
+    return f"{table}{off} numbers are more than 15 % off. {left}\n\n"
 
 
 def cp_attention() -> str:
