@@ -96,7 +96,10 @@ def published(*, by_publication: bool) -> str:
     lines = []
     for group in settings["groups"]:
         if (", " in group["group"]) is by_publication:
-            numbers = [f"{group['ratio']:.2f}", *(f"{100 * group[f'{name}_error']:.0f} %" for name in ("median", "p90"))]
+            numbers = [
+                f"{group['ratio']:.2f}",
+                *(f"{100 * group[f'{name}_error']:.0f} %" for name in ("median", "p90")),
+            ]
             lines.append([group["group"], str(group["numbers"]), *numbers, f"{100 * group['within_15_percent']:.0f} %"])
     first = "publication, precision" if by_publication else "runs"
     table = _table([first, "numbers", "predicted / measured", "median error", "p90", "within 15 %"], lines)
