@@ -94,10 +94,9 @@ def published(*, by_publication: bool) -> str:
     """Errors of predictions by publication, or by kind of run, and how many are more than 15 % off."""
     settings, rows = _result("published")["settings"], _result("published")["rows"]
     lines = []
-    for group in settings["groups"]:
-        if (", " in group["group"]) is by_publication:
-            numbers = [f"{group['ratio']:.2f}", *(f"{100 * group[f'{name}_error']:.0f} %" for name in ("median", "p90"))]
-            lines.append([group["group"], str(group["numbers"]), *numbers, f"{100 * group['within_15_percent']:.0f} %"])
+    for group in (each for each in settings["groups"] if (", " in each["group"]) is by_publication):
+        numbers = [f"{group['ratio']:.2f}", *(f"{100 * group[f'{name}_error']:.0f} %" for name in ("median", "p90"))]
+        lines.append([group["group"], str(group["numbers"]), *numbers, f"{100 * group['within_15_percent']:.0f} %"])
     first = "publication, precision" if by_publication else "runs"
     table = _table([first, "numbers", "predicted / measured", "median error", "p90", "within 15 %"], lines)
     if by_publication:
