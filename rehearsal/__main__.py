@@ -50,12 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run with --wlb printed; - for standard input")
     parser.add_argument("--gpu", choices=GPUS, required=True)
-    parser.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="memory of the card; default: as its profile has it"
-    )
-    parser.add_argument(
-        "--ranks", default="auto", help="which to run: all, or some as 0,17; default: one of every kind"
-    )
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of the card; default: its profile's")
+    parser.add_argument("--ranks", default="auto", help="to run: all, or some as 0,17; default: one of every kind")
     parser.add_argument("--steps", type=integer(1, 1 << 14), default=6, metavar="K", help="steps to run; default: 6")
     parser.add_argument("--json", metavar="FILE", help="numbers to write; - for standard output")
     parser.add_argument("--html", metavar="FILE", help="memory over time to write, in pictures")

@@ -17,7 +17,8 @@ STANDS_IN = re.compile(r"(__)?cuda[A-Z]|cu[A-Z]|nvrtc|nccl[A-Z]|cublas")
 NOTHING = re.compile(
     r"cublas.*|nvrtc.*|nccl(CommDestroy|CommAbort|CommFinalize|RedOpDestroy|Comm(Reg|Dereg)ister)"
     r"|cuda(GetLastError|PeekAtLastError|FuncSetAttribute|Profiler\w+|HostRegister|HostUnregister|DeviceEnablePeerAccess"
-    r"|(Event|Stream)(Query|Destroy)|ThreadExchangeStreamCaptureMode)|__cudaInitModule"
+    r"|(Event|Stream)(Query|Destroy)|ThreadExchangeStreamCaptureMode)"
+    r"|__cuda(InitModule|PushCallConfiguration|RegisterFatBinaryEnd|RegisterFunction|RegisterVar|UnregisterFatBinary)"
 )
 """Names of functions that succeed and do nothing. Others, if called, end the process with their name."""
 
@@ -44,7 +45,8 @@ def library() -> Path:
         flags = [f"-I{SOURCES}", f"-I{include}", f"-DNCCL_VERSION={nccl[1]}"]
         objects = [_compile(path, Path(built), flags) for path in sources if path.suffix == ".cpp"]
         of_torch = [path for name in LIBRARIES if (path := torch / "lib" / f"lib{name}.so").exists()]
-        missing = _called([*of_torch, *transformer_engine()]) - _names(objects, "--defined-only")
+        called = _names([*of_torch, *transformer_engine()], "--dynamic", "--undefined-only")
+        missing = {name for name in called if STANDS_IN.match(name)} - _names(objects, "--defined-only")
         stubs = Path(built, "stubs.cpp")
         stubs.write_text(
             'extern "C" {\nint rehearsal_missing(const char*);\n'
@@ -123,10 +125,6 @@ def transformer_engine() -> list[Path]:
     found = [path for folder in (package.parent, package, package / "wheel_lib") for path in folder.glob("*.so")]
     found = [path for path in found if path.name.startswith(("libtransformer_engine", "transformer_engine_torch"))]
     return found if any(path.name.startswith("transformer_engine_torch") for path in found) else []
-
-
-def _called(paths: list[Path]) -> set[str]:
-    return {name for name in _names(paths, "--dynamic", "--undefined-only") if STANDS_IN.match(name)}
 
 
 def _names(paths: list[Path], *options: str) -> set[str]:

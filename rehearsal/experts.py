@@ -26,16 +26,12 @@ class Experts:
         self._calls.clear()
         self._tokens.clear()
 
-    def preprocess(self, original: Any) -> Any:
-        """Wrap upstream's counting of tokens by expert."""
-
-        def counted(dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
-            own: torch.Tensor = original(dispatcher, routing_map)
-            if not dispatcher.drop_and_pad:
-                self._write(dispatcher, len(routing_map), own)
-            return own
-
-        return counted
+    def preprocess(self, original: Any, dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        """Count tokens by expert as upstream does, then write an even router's counts instead."""
+        own: torch.Tensor = original(dispatcher, routing_map)
+        if not dispatcher.drop_and_pad:
+            self._write(dispatcher, len(routing_map), own)
+        return own
 
     def _write(self, dispatcher: Any, rows: int, own: torch.Tensor) -> None:
         # A layer's passes run in the order of micro-batches, forward and again in backward.

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rehearsal.record import SYNCS, Kind, members
+from rehearsal.record import SYNCS, Kind
+
+MAKING = -1
+"""Stands for the stream, with a queue of its own, in which a rank makes communicators."""
 
 
 class Call(NamedTuple):
@@ -38,7 +41,8 @@ Item = tuple[Kind, int, int, list[Call]]
 
 def program(result: dict[str, Any], records: np.ndarray) -> list[Item]:
     """Return what a rank's host does, in order; calls of a group are one item."""
-    groups, lines, rank = members(result), [tuple(line) for line in result["lines"]], result["rank"]
+    groups = {int(number): (key, tuple(ranks)) for number, (key, ranks) in result["communicators"].items()}
+    lines, rank = [tuple(line) for line in result["lines"]], result["rank"]
     items: list[Item] = []
     depth, calls, begun = 0, [], 0
     for kind, where, stream, thing, amount, kind_of, peer in records.tolist():
@@ -54,7 +58,8 @@ def program(result: dict[str, Any], records: np.ndarray) -> list[Item]:
             calls.append(Call(rank, kind, (key, ranks), same, ranks[peer] if moves else -1, lines[where]))
             begun = stream
         elif kind == Kind.COMMUNICATOR:
-            items.append((kind, 0, 0, [Call(rank, kind, groups[thing], (0, kind_of, 0), -1, lines[where])]))
+            made = Call(rank, kind, groups[thing], (0, kind_of, 0), -1, lines[where])
+            items += [(kind, MAKING, 0, [made]), (Kind.SYNC_STREAM, MAKING, 0, [])]  # for which the host waits
         elif kind in (Kind.KERNEL, Kind.RECORD, Kind.WAIT, *SYNCS):
             items.append((kind, stream, thing, []))
         if not depth and calls:
@@ -77,13 +82,11 @@ class _Play:
         self._programs, self._one_queue = programs, one_queue
         self._host = dict.fromkeys(programs, 0)
         self._queues: dict[int, dict[int, deque[Any]]] = {rank: defaultdict(deque) for rank in programs}
+        # Calls by stream.
         self._issued: dict[int, Counter[int]] = {rank: Counter() for rank in programs}
         self._ended: dict[int, Counter[int]] = {rank: Counter() for rank in programs}
-        # Calls left of the group that runs on a stream.
-        self._open: dict[int, dict[int, int]] = {rank: {} for rank in programs}
         self._events: dict[int, dict[int, tuple[int, int]]] = {rank: {} for rank in programs}
         self._there: dict[Any, dict[Any, deque[Any]]] = defaultdict(lambda: defaultdict(deque))
-        self._made: dict[int, set[Any]] = {rank: set() for rank in programs}
         self._work = deque(programs)
         self.wrong: list[str] = []
         while self._work and not self.wrong:
@@ -92,13 +95,12 @@ class _Play:
     def waiting(self) -> list[str]:
         """Return what ranks wait for that have not come to their end."""
         found = []
+        there = [call for each in self._there.values() for calls in each.values() for call, _ in calls]
         for rank, program in self._programs.items():
-            heads = [queue[0] for queue in self._queues[rank].values() if queue]
-            open_calls = [call for each in self._there.values() for calls in each.values() for call, _ in calls]
-            mine = [call for call in open_calls if call.rank == rank]
+            mine = next((call for call in there if call.rank == rank), None)
             if mine:
-                found.append(f"{mine[0]} waits for ever")
-            elif heads or self._host[rank] < len(program):
+                found.append(f"{mine} waits for ever")
+            elif any(self._queues[rank].values()) or self._host[rank] < len(program):
                 found.append(f"rank {rank} waits behind that, at {self._host[rank]} of {len(program)}")
         return sorted(found, key=lambda text: "behind" in text)
 
@@ -110,15 +112,16 @@ class _Play:
                 self._host[rank] += 1
                 moved = True
             for queue in [*self._queues[rank].values()]:
-                while queue and self._begin(rank, queue[0]):
-                    queue.popleft()
+                # What is first begins once its stream has come to it.
+                while queue and self._ended[rank][queue[0][0]] >= queue[0][1]:
+                    stream, _, calls = queue.popleft()
+                    for call in calls:
+                        self._come(call, stream)
                     moved = True
 
     def _issue(self, rank: int) -> bool:
         """Let the host do its next item; False if it must wait."""
         kind, stream, event, calls = self._programs[rank][self._host[rank]]
-        if kind == Kind.COMMUNICATOR:
-            return self._meets(calls[0])
         if kind == Kind.RECORD:
             self._events[rank][event] = stream, self._issued[rank][stream]
         elif kind == Kind.SYNC_STREAM:
@@ -129,44 +132,19 @@ class _Play:
             of, number = self._events[rank].get(event, (0, 0))
             return self._ended[rank][of] >= number
         else:
-            queue = self._queues[rank][0 if self._one_queue else stream]
+            waits_for = stream, self._issued[rank][stream]
             if kind == Kind.WAIT:
-                queue.append((kind, *self._events[rank].get(event, (0, 0)), calls))
-            else:
-                self._issued[rank][stream] += bool(calls)
-                queue.append((kind, stream, self._issued[rank][stream] - bool(calls), calls))
+                waits_for = self._events[rank].get(event, (0, 0))
+            self._queues[rank][min(stream, 0) if self._one_queue else stream].append((*waits_for, calls))
+            self._issued[rank][stream] += len(calls)
         return True
-
-    def _begin(self, rank: int, head: tuple[Kind, int, int, list[Call]]) -> bool:
-        """Begin what is first in a queue; False if its stream has not come to it."""
-        _, stream, needed, calls = head
-        if self._ended[rank][stream] < needed:
-            return False
-        if calls:
-            self._open[rank][stream] = len(calls)
-            for call in calls:
-                self._come(call, stream)
-        return True
-
-    def _meets(self, call: Call) -> bool:
-        """Whether all ranks of a communicator have come to make it."""
-        if call.group not in self._made[call.rank]:
-            self._made[call.rank].add(call.group)
-            self._there["made", call.group][call.rank].append((call, 0))
-            if all(self._there["made", call.group][r] for r in self._members(call)):
-                del self._there["made", call.group]
-                self._work.extend(self._members(call))
-        return ("made", call.group) not in self._there
-
-    def _members(self, call: Call) -> list[int]:
-        return [rank for rank in call.group[1] if rank in self._programs]
 
     def _come(self, call: Call, stream: int) -> None:
         moves = call.kind in (Kind.SEND, Kind.RECEIVE)
         ends = (call.rank, call.peer) if call.kind == Kind.SEND else (call.peer, call.rank)
         there = self._there[(call.group, ends) if moves else call.group]
         there[call.kind if moves else call.rank].append((call, stream))
-        sides: Sequence[Any] = self._members(call)
+        sides: Sequence[Any] = [rank for rank in call.group[1] if rank in self._programs]
         if moves:
             sides = (Kind.SEND, Kind.RECEIVE) if call.peer in self._programs else (call.kind,)
         while all(there[side] for side in sides):
@@ -178,7 +156,5 @@ class _Play:
                 other = next(each for each, _ in met if each is not odd)
                 self.wrong.append(f"{odd} meets {other}")
             for each, of in met:
-                self._open[each.rank][of] -= 1
-                if not self._open[each.rank][of]:
-                    self._ended[each.rank][of] += 1
-                    self._work.append(each.rank)
+                self._ended[each.rank][of] += 1
+                self._work.append(each.rank)

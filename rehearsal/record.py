@@ -1,60 +1,25 @@
 """What the stand-in wrote down of a rank: the records of `native/record.h`."""
 
-from collections import Counter
-from enum import IntEnum, auto
+from collections import Counter, defaultdict
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-
-class Kind(IntEnum):
-    """Kinds of records, as `record.h` numbers them."""
-
-    KERNEL = 0
-    RECORD = auto()
-    WAIT = auto()
-    SYNC_STREAM = auto()
-    SYNC_DEVICE = auto()
-    SYNC_EVENT = auto()
-    COPY_TO_HOST = auto()
-    MAP = auto()
-    UNMAP = auto()
-    OUT_OF_MEMORY = auto()
-    GROUP_BEGIN = auto()
-    GROUP_END = auto()
-    COMMUNICATOR = auto()
-    MARK = auto()
-    ALL_REDUCE = auto()
-    BROADCAST = auto()
-    REDUCE = auto()
-    ALL_GATHER = auto()
-    REDUCE_SCATTER = auto()
-    ALL_TO_ALL = auto()
-    SEND = auto()
-    RECEIVE = auto()
-
-
+Kind = IntEnum(
+    "Kind",
+    """KERNEL RECORD WAIT SYNC_STREAM SYNC_DEVICE SYNC_EVENT COPY_TO_HOST MAP UNMAP OUT_OF_MEMORY
+    GROUP_BEGIN GROUP_END COMMUNICATOR MARK
+    ALL_REDUCE BROADCAST REDUCE ALL_GATHER REDUCE_SCATTER ALL_TO_ALL SEND RECEIVE""",
+    start=0,
+)
+"""Kinds of records, as `record.h` numbers them."""
 SYNCS = (Kind.SYNC_STREAM, Kind.SYNC_DEVICE, Kind.SYNC_EVENT)
 RECORD = np.dtype(
-    [
-        *(("kind", "<i4"), ("where", "<i4"), ("stream", "<u8"), ("object", "<u8"), ("amount", "<u8")),
-        *(("type", "<i4"), ("peer", "<i4")),
-    ]
+    {"names": "kind where stream object amount type peer".split(), "formats": "i4 i4 u8 u8 u8 i4 i4".split()}
 )
 BYTES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
 """Bytes of a value of each of NCCL's types."""
-
-
-def members(result: dict[str, Any]) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Return the key of each communicator of a rank, and its ranks in order, by the communicator's id."""
-    found = {}
-    for number, key in result["communicators"].items():
-        *_, group, _, name = key.split("//")  # GROUP//cuda:0//NAME; a pair of ranks is its own communicator
-        ranks = result["groups"][group.rpartition("/")[2]]
-        if name[0].isdigit() and ":" in name:
-            ranks = [ranks[int(i)] for i in name.split(":")]
-        found[int(number)] = key, tuple(ranks)
-    return found
 
 
 def summary(result: dict[str, Any], records: np.ndarray) -> dict[str, Any]:
@@ -62,14 +27,10 @@ def summary(result: dict[str, Any], records: np.ndarray) -> dict[str, Any]:
     marks = np.flatnonzero(records["kind"] == Kind.MARK)  # begin and end of every step
     seen = records[marks[-2] : marks[-1]] if len(marks) else records[:0]
     lines = [line for line, _ in result["lines"]]
-    nccl = seen[seen["kind"] >= Kind.ALL_REDUCE]
-    ranks = members(result)
-    calls: Counter[str] = Counter()
-    sent: Counter[str] = Counter()
-    for row in nccl:
-        group = f"{Kind(row['kind']).name.lower()} of {len(ranks[int(row['object'])][1])}"
-        calls[group] += 1
-        sent[group] += int(row["amount"]) * BYTES[row["type"]]
+    nccl: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in seen[seen["kind"] >= Kind.ALL_REDUCE]:
+        group = f"{Kind(row['kind']).name.lower()} of {len(result['communicators'][str(row['object'])][1])}"
+        nccl[group].update(calls=1, bytes=int(row["amount"]) * BYTES[row["type"]])
 
     def by_line(kinds: tuple[Kind, ...], of: np.ndarray = seen) -> dict[str, int]:
         of_kinds = of[np.isin(of["kind"], kinds) & (of["where"] >= 0)]
@@ -81,5 +42,5 @@ def summary(result: dict[str, Any], records: np.ndarray) -> dict[str, Any]:
         "copies_to_host": by_line((Kind.COPY_TO_HOST,)),
         "communicators": int((records["kind"] == Kind.COMMUNICATOR).sum()),
         "made_in_steps": by_line((Kind.COMMUNICATOR,), records[marks[0] :] if len(marks) else seen),
-        "nccl": {group: {"calls": calls[group], "bytes": sent[group]} for group in sorted(calls)},
+        "nccl": dict(sorted(nccl.items())),
     }

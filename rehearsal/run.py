@@ -89,6 +89,11 @@ def _run(
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
     cuda = str(library() / "libcuda.so.1")  # cuDNN's frontend opens a library for itself
     environment |= {"LD_PRELOAD": cuda, "LD_LIBRARY_PATH": str(library()), "CUDNN_FRONTEND_CUDART_LIB_NAME": cuda}
+    environment |= {"WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    environment["UB_SKIPMC"] = "1"  # TransformerEngine's user buffers without multicast
+    caches = ("TMPDIR", "TRITON_HOME", "HF_MODULES_CACHE", "HF_DATASETS_CACHE", "MPLCONFIGDIR")
+    environment |= dict.fromkeys(caches, str(folder))
     given = folder / "task.json"
     given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, ranks=ranks, folder=str(folder))))
     # -P: nothing that happens to lie in this folder is imported.
@@ -169,12 +174,10 @@ def verdict(ranks: list[dict[str, Any]], task: Task, wrong: Sequence[str], *, mo
             f"rank {r['rank']} reserves {r['reserved_gib']:.1f} of {gpu_gib:.1f} GiB and frees cached memory "
             f"{r['retries']} times; {smaller}, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is not"
         )
-    if not modelled:
-        return "fits", ""
-    r = max(ranks, key=lambda r: abs(r["predicted_gib"] - r["allocated_gib"]) / r["allocated_gib"])
-    if abs(r["predicted_gib"] - r["allocated_gib"]) > max(CLOSE * r["allocated_gib"], CLOSE_GIB):
+    off = max(ranks, key=lambda r: abs(r["predicted_gib"] / r["allocated_gib"] - 1)) if modelled else None
+    if off and abs(off["predicted_gib"] - off["allocated_gib"]) > max(CLOSE * off["allocated_gib"], CLOSE_GIB):
         return "fits", (
-            f"rank {r['rank']} allocates {r['allocated_gib']:.2f} GiB where {r['predicted_gib']:.2f} were predicted: "
-            "--wlb-max-tokens auto may be wrong; report it with the flags"
+            f"rank {off['rank']} allocates {off['allocated_gib']:.2f} GiB where {off['predicted_gib']:.2f} were "
+            "predicted: --wlb-max-tokens auto may be wrong; report it with the flags"
         )
     return "fits", ""

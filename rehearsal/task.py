@@ -20,19 +20,18 @@ class Gpu(msgspec.Struct, frozen=True):
     l2_bytes: int
 
 
-def _gpu(name: str, capability: tuple[int, int], processors: int, shared_kib: int, l2_mib: int) -> Gpu:
-    gib = load_profile(PROFILES[name]).memory_gib
-    return Gpu(name.upper(), gib, capability, processors, shared_kib << 10, l2_mib << 20)
-
-
 GPUS = {
-    "a100": _gpu("a100", (8, 0), 108, 163, 40),
-    "h100": _gpu("h100", (9, 0), 132, 227, 50),
-    "h200": _gpu("h200", (9, 0), 132, 227, 50),
-    "b200": _gpu("b200", (10, 0), 148, 227, 126),
-    "gb200": _gpu("gb200", (10, 0), 148, 227, 126),
-    "gb300": _gpu("gb300", (10, 3), 148, 227, 126),
+    name: Gpu(name.upper(), load_profile(PROFILES[name]).memory_gib, capability, processors, shared << 10, l2 << 20)
+    for name, capability, processors, shared, l2 in (
+        ("a100", (8, 0), 108, 163, 40),
+        ("h100", (9, 0), 132, 227, 50),
+        ("h200", (9, 0), 132, 227, 50),
+        ("b200", (10, 0), 148, 227, 126),
+        ("gb200", (10, 0), 148, 227, 126),
+        ("gb300", (10, 3), 148, 227, 126),
+    )
 }
+"""Shared memory of a block in KiB, L2 cache in MiB."""
 
 
 class Task(msgspec.Struct, kw_only=True):

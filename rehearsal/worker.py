@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import runpy
@@ -15,16 +16,20 @@ import sys
 import tempfile
 import traceback
 from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.simulate import memory
-from rehearsal import allowed
+from rehearsal import allowed, world
+from rehearsal.experts import Experts
 from rehearsal.task import Gpu, Task
 
 _DATA = "data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path".split()
@@ -38,8 +43,6 @@ _OFF = (
     "log_straggler run_workload_inspector_server enable_one_logger adlr_autoresume use_cpu_initialization"
 ).split()
 """Switches whose files, addresses or values a rehearsal does not have."""
-NORM = 2.0
-"""The gradient norm: values are those of memory that nothing wrote to, and upstream takes a root of them."""
 
 
 class Watch:
@@ -51,24 +54,19 @@ class Watch:
         library = ("contextlib.py", "functools.py", "typing_extensions.py")
         here = (str(Path(__file__).parent), os.sep + "torch" + os.sep, "<", *library)
         self._passes_on = functools.cache(lambda name: any(part in name for part in here))
-        self._native = ctypes.CDLL(None)
+        self.native = ctypes.CDLL(None)
         self._asked = ctypes.CFUNCTYPE(ctypes.c_int)(self._where)  # kept: the stand-in calls it
         sizes = (*gpu.capability, gpu.processors, gpu.shared_bytes, gpu.l2_bytes)
         size = ctypes.c_uint64(int(gpu.gib * 2**30))
-        self._native.rehearsal_configure(f"rehearsed {gpu.name}".encode(), size, *sizes)
+        self.native.rehearsal_configure(f"rehearsed {gpu.name}".encode(), size, *sizes)
 
     def begin(self, log: Path) -> None:
         """Begin to write down what is asked for."""
-        if self._native.rehearsal_begin(os.fsencode(log), self._asked):
-            raise OSError(f"{log} cannot be written")
-
-    def mark(self, value: int) -> None:
-        """Write a mark into the log."""
-        self._native.rehearsal_mark(ctypes.c_uint64(value))
+        self.native.rehearsal_begin(os.fsencode(log), self._asked)
 
     def lines(self) -> list[tuple[str, str]]:
         """End the log. Returns source lines and passes, by the index that records have."""
-        self._native.rehearsal_end()
+        self.native.rehearsal_end()
         return [*self._lines]
 
     def _where(self) -> int:
@@ -88,11 +86,6 @@ class Watch:
 def main() -> None:
     """Import what a job needs, then run each rank in a fork."""
     task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task)
-    os.environ |= {"WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHDYNAMO_DISABLE": "1"}
-    os.environ["UB_SKIPMC"] = "1"  # TransformerEngine's user buffers without multicast
-    caches = ("TMPDIR", "TRITON_HOME", "HF_MODULES_CACHE", "HF_DATASETS_CACHE", "MPLCONFIGDIR")
-    os.environ |= {"HF_HUB_OFFLINE": "1"} | dict.fromkeys(caches, task.folder)
     allowed.confine(task.folder)
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         apex: Any = ModuleType("fused_weight_gradient_mlp_cuda")  # of which upstream's layers call two functions
@@ -101,9 +94,6 @@ def main() -> None:
     if os.path.isfile(task.script[-1]) and not task.stated:  # as torchrun has it; a checkout's own megatron comes first
         sys.path.insert(0, os.path.dirname(os.path.abspath(task.script[-1])))
     watch = Watch(task.gpu)
-
-    from rehearsal import world
-
     store = world.install(task.world_size)
     # Imported once for all ranks.
     from megatron.core.tokenizers.text import text_tokenizer  # noqa: F401
@@ -132,8 +122,6 @@ def _tell(file: int, rank: int, word: str, number: int) -> None:
 
 def _run(task: Task, rank: int, watch: Watch, store: Any) -> None:
     """Run a rank, write its results, and end at once: nothing of the stand-in is worth an orderly exit."""
-    from rehearsal import world
-
     progress = os.dup(1)
     said = os.open(Path(task.folder, f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 2)
@@ -148,7 +136,7 @@ def _run(task: Task, rank: int, watch: Watch, store: Any) -> None:
         run.result["error"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
         status = 1
-    run.result |= {"lines": watch.lines(), "groups": world.members(), "communicators": store.communicators}
+    run.result |= {"lines": watch.lines(), "communicators": store.communicators()}
     Path(task.folder, f"{rank}.json").write_text(json.dumps(run.result))
     sys.stderr.flush()
     os._exit(status)
@@ -158,15 +146,13 @@ class Run:
     """A rank of the job, and what is seen of it."""
 
     def __init__(self, task: Task, rank: int, watch: Watch, progress: int) -> None:
-        from rehearsal import experts
-
         self._task, self._rank, self._watch, self._progress = task, rank, watch, progress
         self._job: Any = None
         self._plan: Any = None
         """Of the running step, with `--wlb`."""
-        self._passes = [0, 0]
+        self._passes: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._most = [0, 0]
-        self._experts = experts.Experts()
+        self._experts = Experts()
         self.result: dict[str, Any] = {"rank": rank, "steps": [], "passes": [], "weights": 0}
 
     def run(self) -> None:
@@ -179,30 +165,28 @@ class Run:
 
         from megatron_wlb.adapter import compat, legacy
 
-        with contextlib.ExitStack() as stack:
+        replacements: list[tuple[Any, ...]] = [
+            (MoEAlltoAllTokenDispatcher, "preprocess", self._experts.preprocess, "routing_map"),
+            *((module, "get_grad_norm_fp32", _norm) for module in (clip_grads, optimizer)),
+            (arguments, "parse_args", self._parse),
+            (training, "train_step", self._step, "data_iterator"),
+            (training, "save_checkpoint_and_time", _refuse),
+            (checkpointing, "save_checkpoint", _refuse),
+            (schedules, "forward_step", functools.partial(self._pass, "forward")),
+            (schedules, "backward_step", functools.partial(self._pass, "backward")),
+            (BlendedMegatronDatasetBuilder, "build", _build),
+        ]
+        if self._task.wlb:
+            from megatron_wlb.adapter.plans import Plans
+            from megatron_wlb.runtime import backends
 
-            def replace(module: Any, name: str, make: Any, *parameters: str) -> None:
-                stack.enter_context(compat.replaced(module, name, make, parameters))
-
-            stack.enter_context(compat.prebuilt_dataset_helpers())
-            replace(MoEAlltoAllTokenDispatcher, "preprocess", self._experts.preprocess, "routing_map")
-            for module in (clip_grads, optimizer):
-                replace(module, "get_grad_norm_fp32", _norm)
-            replace(arguments, "parse_args", self._parsing)
+            # A package that is here is taken to compute correctly.
+            replacements.append((backends, "try_backend", lambda *_: None, "backend"))
+            replacements.append((Plans, "begin", self._begin, "split", "step"))
+        with compat.prebuilt_dataset_helpers(), contextlib.ExitStack() as stack:
+            for each in replacements:
+                stack.enter_context(_replaced(*each))
             legacy.teach()
-            replace(training, "train_step", self._step, "data_iterator")
-            replace(training, "save_checkpoint_and_time", _refused)
-            replace(checkpointing, "save_checkpoint", _refused)
-            replace(schedules, "forward_step", self._passing(0))
-            replace(schedules, "backward_step", self._passing(1))
-            replace(BlendedMegatronDatasetBuilder, "build", _built)
-            if self._task.wlb:
-                from megatron_wlb.adapter.plans import Plans
-                from megatron_wlb.runtime import backends
-
-                # A package that is here is taken to compute correctly.
-                replace(backends, "try_backend", lambda original: lambda *_: None, "backend")
-                replace(Plans, "begin", self._planned, "split", "step")
             self._run_script()
 
     def _run_script(self) -> None:
@@ -217,35 +201,29 @@ class Run:
         else:
             runpy.run_path(first, run_name="__main__")
 
-    def _parsing(self, original: Any) -> Any:
-        def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
-            parsers = []
+    def _parse(self, original: Any, extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
+        parsers = []
 
-            def provider(parser: Any) -> Any:
-                parsers.append(extra_args_provider(parser) if extra_args_provider else parser)
-                return parsers[0]
+        def provider(parser: Any) -> Any:
+            parsers.append(extra_args_provider(parser) if extra_args_provider else parser)
+            return parsers[0]
 
-            options: Namespace = original(provider, ignore_unknown_args)
-            taken, left_out = allowed.of_log(self._task.stated, options, parsers[0])
-            vars(options).update(taken)
-            changes = self._changes(options)
-            self.result["left_out"] = sorted({*left_out} - changes.keys())
-            for name, value in changes.items():
-                if not hasattr(options, name):
-                    raise RuntimeError(f"this megatron-core has no argument {name}; adapt rehearsal")
-                setattr(options, name, value)
-            options.do_train = True  # as rank 0 tells those that read no data
-            return options
-
-        return parse_args
+        options: Namespace = original(provider, ignore_unknown_args)
+        taken, left_out = allowed.of_log(self._task.stated, options, parsers[0])
+        vars(options).update(taken)
+        changes = self._changes(options)
+        self.result["left_out"] = sorted({*left_out} - changes.keys())
+        if absent := changes.keys() - vars(options).keys():
+            raise RuntimeError(f"this megatron-core has no argument {min(absent)}; adapt rehearsal")
+        vars(options).update(changes, do_train=True)  # as rank 0 tells those that read no data
+        return options
 
     def _changes(self, options: Namespace) -> dict[str, Any]:
         """Arguments that differ from the job's: fewer steps, nothing written, nothing that reads values."""
-        tokenizes = options.sft and not self._task.mock_data
         changes: dict[str, Any] = dict.fromkeys(_UNSET)
         changes |= {"train_iters": self._task.steps, "lr_warmup_samples": 0, "lr_warmup_iters": 0, "eval_iters": 0}
         changes |= {"vocab_size": self._task.vocab_size, "rerun_mode": "disabled", "data_cache_path": self._task.folder}
-        if tokenizes:
+        if options.sft and not self._task.mock_data:
             del changes["tokenizer_model"]
         else:
             changes |= {"tokenizer_type": "NullTokenizer", "sft": False}
@@ -258,30 +236,22 @@ class Run:
             changes |= {"mock_data": True, "num_workers": 0} | dict.fromkeys(_DATA)
         return changes
 
-    def _planned(self, original: Any) -> Any:
-        def begin(plans: Any, split: str, step: int, *args: Any) -> Any:
-            found = original(plans, split, step, *args)
-            self._plan, self._job = found[0], plans.job(split, step)
-            self._experts.begin(self._plan, self._job)
-            return found
+    def _begin(self, original: Any, plans: Any, split: str, step: int, *args: Any) -> Any:
+        found = original(plans, split, step, *args)
+        self._plan, self._job = found[0], plans.job(split, step)
+        self._experts.begin(self._plan, self._job)
+        return found
 
-        return begin
-
-    def _passing(self, backward: int) -> Any:
-        return lambda original: functools.partial(self._pass, backward, original)
-
-    def _pass(self, backward: int, original: Any, *args: Any, **kwargs: Any) -> Any:
-        number, self._passes[backward] = self._passes[backward], self._passes[backward] + 1
-        self._watch.at = f"step {len(self.result['steps'])}, {('forward', 'backward')[backward]} {number}"
-        self._experts.backward = bool(backward)
+    def _pass(self, way: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        step = len(self.result["steps"])
+        self._watch.at = f"step {step}, {way} {next(self._passes[way])}"
+        self._experts.backward = way == "backward"
         done = original(*args, **kwargs)
-        self.result["passes"].append([len(self.result["steps"]), *self._peak()])
+        self.result["passes"].append([step, *self._peak()])
         return done
 
     def _peak(self) -> list[int]:
         """Return the peak of allocated and reserved bytes since the last call."""
-        import torch
-
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()  # of torch's allocator: user buffers
         peak = [torch.cuda.max_memory_allocated() + outside, torch.cuda.max_memory_reserved() + outside]
@@ -289,24 +259,22 @@ class Run:
         torch.cuda.reset_peak_memory_stats()
         return peak
 
-    def _step(self, original: Any) -> Any:
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            steps = self.result["steps"]
-            self._peak()
-            before, self._passes, self._most = _stats(), [0, 0], [0, 0]
-            weights = [weight for chunk in args[2] for weight in chunk.parameters()]
-            self.result["weights"] = _bytes([each for w in weights for each in (w, getattr(w, "main_grad", None))])
-            self._watch.at = f"step {len(steps)}"
-            self._watch.mark(len(steps))
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._watch.mark(len(steps))
-                steps.append(self._seen(before))
-                self._watch.at = f"after step {len(steps) - 1}"
-                _tell(self._progress, self._rank, "steps", len(steps))
-
-        return train_step
+    def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = self.result["steps"]
+        self._peak()
+        before, self._most = _stats(), [0, 0]
+        self._passes.clear()
+        weights = [weight for chunk in args[2] for weight in chunk.parameters()]
+        self.result["weights"] = _bytes([each for w in weights for each in (w, getattr(w, "main_grad", None))])
+        self._watch.at = f"step {len(steps)}"
+        self._watch.native.rehearsal_mark()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._watch.native.rehearsal_mark()
+            steps.append(self._seen(before))
+            self._watch.at = f"after step {len(steps) - 1}"
+            _tell(self._progress, self._rank, "steps", len(steps))
 
     def _seen(self, before: dict[str, int]) -> dict[str, Any]:
         self._peak()
@@ -331,8 +299,6 @@ class Run:
 
 
 def _stats() -> dict[str, int]:
-    import torch
-
     stats = torch.cuda.memory_stats()
     return {"kept": stats["allocated_bytes.all.current"], "retries": stats["num_alloc_retries"]}
 
@@ -343,35 +309,35 @@ def _bytes(values: list[Any]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _built(original: Any) -> Any:
-    def build(builder: Any) -> Any:
-        """Build the index of the data as rank 0 does, in a folder that goes with this rank."""
-        from megatron_wlb.adapter import compat
+def _replaced(module: Any, name: str, instead: Any, *parameters: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `instead` is called for `module.name`, with the original before its arguments."""
+    from megatron_wlb.adapter import compat
 
-        def first(get_rank: Any) -> Any:
-            return lambda group=None: 0 if group is None else get_rank(group)
+    def make(original: Any) -> Any:
+        return functools.wraps(original)(lambda *args, **kwargs: instead(original, *args, **kwargs))
 
-        builder.config.fast_cache_load = builder.config.defer_npy_index_mmap = False
-        alone = compat.replaced(importlib.import_module("torch.distributed"), "get_rank", first, ())
-        with tempfile.TemporaryDirectory() as builder.config.path_to_cache, alone:
-            return original(builder)
-
-    return build
+    return compat.replaced(module, name, make, parameters)
 
 
-def _norm(original: Any) -> Any:
-    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> float:
-        original(*args, **kwargs)
-        return NORM
+def _build(original: Any, builder: Any) -> Any:
+    """Build the index of the data as rank 0 does, in a folder that goes with this rank."""
 
-    return get_grad_norm_fp32
+    def first(get_rank: Any, group: Any = None) -> int:
+        return 0 if group is None else get_rank(group)
+
+    builder.config.fast_cache_load = builder.config.defer_npy_index_mmap = False
+    with tempfile.TemporaryDirectory() as builder.config.path_to_cache, _replaced(torch.distributed, "get_rank", first):
+        return original(builder)
 
 
-def _refused(original: Any) -> Any:
-    def save(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("a rehearsal writes no checkpoints: nothing was computed")
+def _norm(original: Any, *args: Any, **kwargs: Any) -> float:
+    """Return the gradient norm: values are those of memory that nothing wrote to, and upstream takes a root of them."""
+    original(*args, **kwargs)
+    return 2.0
 
-    return save
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("a rehearsal writes no checkpoints: nothing was computed")
 
 
 if __name__ == "__main__":

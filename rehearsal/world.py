@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -16,37 +15,30 @@ class Store(dist.Store):
         super().__init__()
         self._world_size = world_size
         self._kept: dict[str, bytes] = {}
-        self.communicators: dict[int, str] = {}
-        """Keys under which ranks agree on a communicator, by its id."""
+
+    def communicators(self) -> dict[int, tuple[str, list[int]]]:
+        """Return the key under which ranks agree on each communicator, and its ranks in order, by its id."""
+        of_group = c10d._world.pg_group_ranks
+        groups: dict[str, list[int]] = {name: [*of_group[group]] for group, name in c10d._world.pg_names.items()}
+        found = {}
+        for key, value in self._kept.items():
+            *_, group, _, name = ["", "", *key.split("//")]  # GROUP//cuda:0//NAME has an ncclUniqueId
+            ranks = groups.get(group.rpartition("/")[2])
+            if len(value) == 128 and ranks:
+                if name[0].isdigit() and ":" in name:  # a pair of ranks is its own communicator
+                    ranks = [ranks[int(i)] for i in name.split(":")]
+                found[int.from_bytes(value[:8], "little")] = key, ranks
+        return found
 
     def set(self, key: str, value: Any) -> None:
         self._kept[key] = value
-        self._note(key, value)
 
     def get(self, key: str) -> bytes:
-        if key not in self._kept:  # of another rank: what it would be is told apart by its key alone
-            self.set(key, hashlib.blake2b(key.encode(), digest_size=8).digest() + bytes(120))
-        return self._kept[key]
-
-    def _note(self, key: str, value: bytes) -> None:
-        if len(value) == 128:  # ncclUniqueId
-            self.communicators[int.from_bytes(value[:8], "little")] = key
-
-    def append(self, key: str, value: bytes) -> None:
-        self._kept[key] = self._kept.get(key, b"") + value
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+        # Of another rank: what it would be is told apart by its key alone.
+        return self._kept.setdefault(key, hashlib.blake2b(key.encode(), digest_size=8).digest() + bytes(120))
 
     def add(self, key: str, amount: int) -> int:
         return self._world_size
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return bytes(desired)
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._kept for key in keys)  # asked for what went wrong
@@ -54,24 +46,8 @@ class Store(dist.Store):
     def wait(self, *keys: Any) -> None:
         pass
 
-    def delete_key(self, key: str) -> bool:
-        return self._kept.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        return len(self._kept)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        pass
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(minutes=1)
-
     def clone(self) -> "Store":
         return self
-
-    def has_extended_api(self) -> bool:
-        return True
 
 
 def install(world_size: int) -> Store:
@@ -97,8 +73,7 @@ def install(world_size: int) -> Store:
         objects[:] = [mine] * len(objects)
 
     def gather_object(mine: Any, objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        if objects is not None:
-            objects[:] = [mine] * len(objects)
+        all_gather_object(objects or [], mine)
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
@@ -114,9 +89,3 @@ def install(world_size: int) -> Store:
     for module in (dist, c10d):
         vars(module).update(replacements)
     return store
-
-
-def members() -> dict[str, list[int]]:
-    """Return the ranks of every process group of this rank, by the group's name, in the group's order."""
-    ranks = c10d._world.pg_group_ranks
-    return {name: sorted(ranks[group], key=ranks[group].__getitem__) for group, name in c10d._world.pg_names.items()}

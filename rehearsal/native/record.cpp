@@ -58,14 +58,13 @@ void rehearsal_configure(const char* name, uint64_t bytes, int major, int minor,
 }
 
 // Begins to write down. `log`: file of records. `asked` returns the index of the calling source line.
-int rehearsal_begin(const char* log, int (*asked)()) {
+void rehearsal_begin(const char* log, int (*asked)()) {
     where = asked;
     file = fopen(log, "wb");
     if (file) setvbuf(file, nullptr, _IOFBF, 1 << 20);
-    return file ? 0 : 1;
 }
 
-void rehearsal_mark(uint64_t value) { record(MARK, nullptr, 0, value); }
+void rehearsal_mark() { record(MARK, nullptr, 0, 0); }
 
 void rehearsal_end() {
     where = nullptr;

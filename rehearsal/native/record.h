@@ -17,7 +17,7 @@ struct Record {
     int32_t where;     // index of a source line; -1 where none was asked for
     uint64_t stream;
     uint64_t object;   // an event, or the communicator's id
-    uint64_t amount;   // elements, bytes, launches, or the value of a mark
+    uint64_t amount;   // elements, bytes or launches
     int32_t type;      // NCCL's data type, or the size of a new communicator
     int32_t peer;      // rank in the communicator, root, or reduction
 };

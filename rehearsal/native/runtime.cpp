@@ -57,17 +57,6 @@ bool take(size_t bytes) {  // of the card's memory; under the lock
     return true;
 }
 
-cudaError_t allocate(void** p, size_t bytes) {
-    bytes = (bytes + 511) / 512 * 512;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        *p = take(bytes) ? reserve(bytes) : nullptr;
-        if (*p) on_device[reinterpret_cast<uintptr_t>(*p)] = bytes;
-    }
-    record(*p ? MAP : OUT_OF_MEMORY, nullptr, 0, bytes);
-    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
-}
-
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, const void* stream) {
     if (kind == cudaMemcpyDefault) {
         std::lock_guard<std::mutex> lock(mutex);
@@ -251,7 +240,16 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** f, unsigne
 
 // Memory -------------------------------------------------------------------------------------------------------------
 
-cudaError_t cudaMalloc(void** p, size_t bytes) { return allocate(p, bytes); }
+cudaError_t cudaMalloc(void** p, size_t bytes) {
+    bytes = (bytes + 511) / 512 * 512;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        *p = take(bytes) ? reserve(bytes) : nullptr;
+        if (*p) on_device[reinterpret_cast<uintptr_t>(*p)] = bytes;
+    }
+    record(*p ? MAP : OUT_OF_MEMORY, nullptr, 0, bytes);
+    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+}
 cudaError_t cudaFree(void* p) {
     if (!p) return cudaSuccess;
     size_t bytes;
@@ -353,13 +351,8 @@ void** __cudaRegisterFatBinary(void*) {
     static void* binary = &place;
     return &binary;
 }
-void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* f) { *kernel = (cudaKernel_t)f; return cudaSuccess; }
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t s) { return launch(s); }
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, cudaStream_t) { return 0; }
 cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
     grid->x = grid->y = grid->z = block->x = block->y = block->z = 1;
     *shared = 0;
@@ -380,7 +373,6 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
     *blocks = 2;
     return cudaSuccess;
 }
-
 
 // Kernels that are compiled at run time: nothing is compiled.
 int nvrtcCreateProgram(void** program, ...) { *program = &place; return 0; }
