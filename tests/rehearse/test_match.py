@@ -4,7 +4,7 @@ import pytest
 
 from megatron_wlb.job import Parallel
 from rehearsal import match as matching
-from rehearsal.match import Call
+from rehearsal.match import MAKING, Call
 from rehearsal.record import Kind
 from rehearsal.run import chosen, matched
 
@@ -27,6 +27,10 @@ def both(kind, **options):
     return [[run(1, call(rank, kind, **options))] for rank in (0, 1)]
 
 
+def making(rank, group):
+    return [run(MAKING, call(rank, Kind.COMMUNICATOR, group)), (Kind.SYNC_STREAM, MAKING, 0, [])]
+
+
 def joined(*parts):
     return [[item for part in parts for item in part[rank]] for rank in (0, 1)]
 
@@ -46,7 +50,7 @@ def exchange(first, second, streams=(1, 1)):
 
 @pytest.mark.parametrize("one_queue", [True, False])
 def test_calls_in_the_same_order_match(one_queue):
-    made = [[(Kind.COMMUNICATOR, 0, 0, [call(rank, Kind.COMMUNICATOR)])] for rank in (0, 1)]
+    made = [making(rank, PAIR) + making(rank, OTHER) for rank in (0, 1)]
     ended = [[(Kind.SYNC_DEVICE, 0, 0, [])]] * 2
     programs = joined(made, both(Kind.ALL_GATHER), both(Kind.REDUCE_SCATTER), exchange("send", "receive"), ended)
     assert match(programs, one_queue) == []
@@ -62,10 +66,14 @@ def test_a_swap_on_one_rank_is_found_with_its_line(one_queue):
 
 
 def test_other_counts_are_found():
-    assert (
-        "of 9 values"
-        in match([[run(1, call(0, Kind.SEND, peer=1))], [run(1, call(1, Kind.RECEIVE, count=9, peer=0))]], True)[0]
-    )
+    send, receive = run(1, call(0, Kind.SEND, peer=1)), run(1, call(1, Kind.RECEIVE, count=9, peer=0))
+    assert "of 9 values" in match([[send], [receive]], True)[0]
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+def test_communicators_made_in_another_order_wait_for_ever(one_queue):
+    programs = [making(0, PAIR) + making(0, OTHER), making(1, OTHER) + making(1, PAIR)]
+    assert ["communicator" in said and "waits for ever" in said for said in match(programs, one_queue)] == [True] * 2
 
 
 def test_groups_in_another_order_wait_for_ever():
@@ -115,3 +123,10 @@ def test_large_jobs_run_two_tensor_parallel_ranks_of_every_kind():
     ]
     assert matched(Parallel(tp=8, cp=4, pp=2)) == [*range(64)]
     assert chosen(job) == [(s * 3 + d) * 32 + c * 8 for s in (0, 1) for d in (0, 2) for c in (0, 3)]
+
+
+def test_stages_may_be_numbered_before_data_parallel_ranks():
+    job = Parallel(tp=2, pp=2, dp=3, stages_before_dp=True)
+    assert chosen(job) == [0, 2, 8, 10] and matched(job) == [*range(12)]
+    assert [job.rank(stage, 1, 0, 1) for stage in (0, 1)] == [5, 7] and job.stage_stride == 2
+    assert chosen(Parallel(tp=2, pp=2, dp=3)) == [0, 4, 6, 10]
