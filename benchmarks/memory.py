@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.results import at_most
+from megatron_wlb.cli.launch import read_command
 
 STEPS, CARD = 3, 80
 GIVEN = "--vocab-size 32000 --attention-backend flash"
@@ -25,8 +26,7 @@ SMALL = f"""pretrain_gpt.py --wlb --mock-data --wlb-mock-lengths F2 --hidden-siz
 --calculate-per-token-loss --lr 1e-4 --train-iters 100 --log-interval 1 {GIVEN}"""
 """Of little width: the order of calls does not go by it."""
 JOBS = {
-    **{f"{size}.sbatch": (f"{size} {GIVEN}", "stages") for size in ("7b", "30b", "70b")},
-    "550m.sbatch": (f"550m {GIVEN}", "all"),
+    **{f"{size}.sbatch": (f"{size} {GIVEN}", "all") for size in ("550m", "7b", "30b", "70b")},
     "7b.sbatch, all recomputed": (f"7b {GIVEN} {FULL}", "stages"),
     "550m.sbatch, upstream's layers": (f"550m {GIVEN} {LOCAL}", "stages"),
     "550m.sbatch, upstream's layers, all recomputed": (f"550m {GIVEN} {LOCAL} {FULL}", "stages"),
@@ -52,7 +52,6 @@ JOBS = {
         "--num-virtual-stages-per-pipeline-rank 9 --global-batch-size 14",
         "all",
     ),
-    **{f"{size}.sbatch, all kinds": (f"{size} {GIVEN}", "all") for size in ("7b", "30b", "70b")},
 }
 """Command, or script of scripts/slurm with further flags, and ranks; "stages": the first rank of each."""
 
@@ -60,21 +59,19 @@ JOBS = {
 def rehearsed(name: str, folder: Path) -> list[results.Row]:
     """What the ranks of each stage take, and the verdict."""
     command, ranks = JOBS[name]
-    first, *flags = command.split()
-    if not first.startswith("torchrun"):
-        script = results.ROOT / "scripts" / "slurm" / f"{first}.sbatch"
-        run = subprocess.run(["bash", script, "--dry-run", *flags], capture_output=True, text=True, check=True)
-        first, *flags = run.stdout.split()
-    world = int(flags[flags.index("--nproc-per-node") + 1])
-    world *= int(flags[flags.index("--nnodes") + 1]) if "--nnodes" in flags else 1
-    pipeline = "--pipeline-model-parallel-size"
-    stages = int(flags[flags.index(pipeline) + 1]) if pipeline in flags else 1
+    words = command.split()
+    if words[0] != "torchrun":
+        script = results.ROOT / "scripts" / "slurm" / f"{words[0]}.sbatch"
+        run = subprocess.run(["bash", script, "--dry-run", *words[1:]], capture_output=True, text=True, check=True)
+        words = run.stdout.split()
+    launched = read_command(words)
+    world, stages = launched.world_size, launched.stated.get("pipeline_model_parallel_size", 1)
     if ranks == "stages":
         ranks = ",".join(str(stage * world // stages) for stage in range(stages))
     path = folder / f"{name}.json"
     if not path.exists():
         options = ["--gpu", "h100", "--gpu-memory", str(CARD), "--ranks", ranks, "--steps", str(STEPS)]
-        whole = [sys.executable, "-m", "rehearsal", *options, "--json", str(path), "--", first, *flags]
+        whole = [sys.executable, "-m", "rehearsal", *options, "--json", str(path), "--", *words]
         subprocess.run(whole, cwd=results.ROOT, check=False)  # its status is the verdict
         if not path.exists():
             sys.exit(f"{name} was not rehearsed, see above")
