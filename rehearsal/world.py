@@ -18,7 +18,8 @@ class Store(dist.Store):
 
     def communicators(self) -> dict[int, tuple[str, list[int]]]:
         """Return the key under which ranks agree on each communicator, and its ranks in order, by its id."""
-        groups = {name: [*c10d._world.pg_group_ranks[group]] for group, name in c10d._world.pg_names.items()}
+        of_group = c10d._world.pg_group_ranks
+        groups: dict[str, list[int]] = {name: [*of_group[group]] for group, name in c10d._world.pg_names.items()}
         found = {}
         for key, value in self._kept.items():
             *_, group, _, name = ["", "", *key.split("//")]  # GROUP//cuda:0//NAME has an ncclUniqueId
