@@ -69,8 +69,7 @@ EVALUATE = "--split 60,40,0 --eval-iters 1 --eval-interval 1"
     [
         (2, TP2, ""),
         (2, CP2, ""),
-        (1, "", ""),
-        (1, "", "--num-workers 2"),  # which read ahead, up to the end of the data
+        (1, "--num-workers 2", ""),  # which read ahead, up to the end of the data
         (2, CP2, MTP),
         (2, PP2, "--calculate-per-token-loss"),
         (2, CP2, "--micro-batch-size 2"),

@@ -96,13 +96,19 @@ def test_a_step_of_rows_without_a_token_is_refused():
 
 
 def test_a_run_resumed_at_any_step_plans_the_same(with_delay):
+    """Up to the end of its data, where nothing waits."""
     packer = packer_of(with_delay)
-    steps = [packer.next() for _ in range(25)]
+    steps = list(steps_of(packer))
+    assert_every_token_once(steps)
+    assert [step.step for step in steps] == list(range(len(steps)))
+    with pytest.raises(StopIteration):
+        packer.next()
+    assert packer.state() == steps[-1].state and steps[-1].num_waiting == 0
     assert any(step.num_waiting for step in steps)
     if with_delay.name != "fixed":  # which cuts what it drew
         left = np.cumsum([len(step.drawn) - len(step.batch.documents) for step in steps])
         assert [step.num_waiting for step in steps] == left.tolist()
-    for step in range(20):
+    for step in (*range(20), *range(len(steps) - 8, len(steps))):
         resumed = packer_of(with_delay)
         for _ in range(step % 3):  # whatever it did before
             resumed.next()
@@ -110,6 +116,8 @@ def test_a_run_resumed_at_any_step_plans_the_same(with_delay):
         assert resumed.state() == steps[step].state
         for expected in steps[step + 1 : step + 5]:
             assert_same_step(resumed.next(), expected)
+    with pytest.raises(StopIteration):
+        resumed.next()
 
 
 @pytest.mark.parametrize(("before", "after"), [(32, 64), (64, 32), (32, 8)])
@@ -143,24 +151,6 @@ def test_delays_by_hand():
     rows = np.zeros(4, DOCUMENT)
     rows["arrival"], rows["length"] = [3, 5, 4, 3], [10, 20, 7, 1]
     assert delays(PackedBatch(documents=rows, bounds=np.array([0, 4])), 4) == {-1: 20, 0: 7, 1: 11}
-
-
-def test_a_finished_packer_stops(with_delay):
-    packer = packer_of(with_delay)
-    steps = list(steps_of(packer))
-    assert_every_token_once(steps)
-    assert [step.step for step in steps] == list(range(len(steps)))
-    assert steps[-1].num_waiting == 0
-    with pytest.raises(StopIteration):
-        packer.next()
-    assert packer.state() == steps[-1].state
-    for step in range(len(steps) - 8, len(steps)):
-        resumed = packer_of(with_delay)
-        resumed.load_state(through_json(steps[step].state))
-        for expected in steps[step + 1 :]:
-            assert_same_step(resumed.next(), expected)
-        with pytest.raises(StopIteration):
-            resumed.next()
 
 
 @pytest.mark.parametrize("num_micro_batches", [8, 2, 3])
