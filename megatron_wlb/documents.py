@@ -90,6 +90,7 @@ class Policy(Protocol):
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
         """Take over what `waiting` gave."""
+        return  # a policy may keep nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

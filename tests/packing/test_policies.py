@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fixed import FixedPacking
@@ -146,8 +146,9 @@ def test_fixed_spreads_the_last_documents():
     assert packed(pack(policy, documents([]), exhausted=True)) == [[], []]
 
 
-@pytest.mark.parametrize("name", ["original", "fixed", "wlb", "adaptive"])
+@settings(max_examples=2 * settings().max_examples)
 @given(
+    name=st.sampled_from(["original", "fixed", "wlb", "adaptive"]),
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40),
     num_micro_batches=st.integers(1, 5),
     context_length=st.integers(1, 30),

@@ -41,8 +41,7 @@ def micro_batches(draw):
     return np.array(lengths, np.int64), cp
 
 
-@pytest.mark.parametrize("sharding", [per_sequence, per_document])
-@given(micro_batches(), st.booleans())
+@given(st.sampled_from([per_sequence, per_document]), micro_batches(), st.booleans())
 def test_what_is_chosen_is_what_is_predicted(sharding, case, windowed):
     lengths, cp = case
     given_job = job_of(cp, model=WINDOWED if windowed else MODEL)
