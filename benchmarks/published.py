@@ -136,9 +136,9 @@ def model_of(row: Row) -> ModelShape:
         for pattern, why in UNSIMULATED.items():
             if re.search(pattern, name, re.IGNORECASE):
                 raise ValueError(why)
-        for pattern, shape in SHAPES.items():
+        for pattern, known in SHAPES.items():
             if re.search(pattern, name, re.IGNORECASE):
-                return shape
+                return known
         raise ValueError(f"the shape of {name} is not known")
     moe, latents = given.get("moe"), given.get("mla")
     if latents:
