@@ -19,7 +19,7 @@ from benchmarks import results
 from benchmarks.lengths import DATA
 from megatron_wlb.cli.profile import fit, predict, relative_error
 from megatron_wlb.hardware.network import H100_NETWORK
-from megatron_wlb.hardware.profile import KernelTimes, load_profile, profile_file
+from megatron_wlb.hardware.profile import KernelTimes, Profile, load_profile, profile_file
 
 TILE_ROWS, HEAD_SIZE = 128, 128
 FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -155,6 +155,19 @@ def gains(device: str, memory_gb_per_s: float) -> list[list[Any]]:
     return found
 
 
+def grouped_error(profile: Profile) -> dict[str, Any]:
+    """Errors of what MXFP8 gains in grouped products of experts, which no profile is fitted to."""
+    predicted, measured = [], []
+    for rows, columns, inner, experts, bf16, mxfp8 in _FILE["grouped"]["mxfp8"]:
+        of = rows / experts
+        shapes = (of, columns, inner), (of, inner, columns), (columns, inner, of)
+        times = (sum(profile.product(*shape, *gain) for shape in shapes) for gain in ((), profile.gain("mxfp8", "mlp")))
+        predicted.append(next(times) / next(times))
+        measured.append(bf16 / mxfp8)
+    median, p90 = relative_error(np.array(predicted), np.array(measured))
+    return {"error_median": median, "error_p90": p90, "products": len(measured)}
+
+
 def newer(name: str) -> dict[str, Any]:
     """A profile of `NEWER`: attention by its bars; products, memory and links by what is measured nearest to them."""
     gpu, kernels = name.split("-")[0].upper(), NEWER[name]
@@ -170,6 +183,9 @@ def newer(name: str) -> dict[str, Any]:
         predicted = np.array([base.product(*shape) for shape in shapes[::3]])
         median, p90 = relative_error(predicted, 1e3 * np.array(alone))
         errors = {"products": {"error_median": median, "error_p90": p90, "products": len(alone)}}
+    low, memory = gains(device["products"], 0.8 * device["memory"]), round(0.8 * device["memory"], -2)
+    if "mxfp8" in of["layer_ms"][device["products"]]:
+        errors["mxfp8 of experts"] = grouped_error(replace(base, gains=low, memory_gb_per_s=memory))
     scale = (device["watts"] / device["of_watts"]) ** (1 / 3)
     ring = links["B200" if device["processors"] > 132 else "H200"] / links["H200"]
     network = H100_NETWORK
@@ -193,9 +209,9 @@ def newer(name: str) -> dict[str, Any]:
         "source": "; ".join(each["source"] for each in PUBLICATIONS.values() if kernels in each),
         "assumed_tflops": round(base.assumed_tflops * scale),
         "products": f"{of['source']}: {device['products']}, times {scale:.3f}",
-        "gains": gains(device["products"], 0.8 * device["memory"]),
+        "gains": low,
         "wave_outputs": base.wave_outputs,
-        "memory_gb_per_s": round(0.8 * device["memory"], -2),
+        "memory_gb_per_s": memory,
         "memory_gib": device["memory_gib"],
         "network": {**asdict(network), **{c: list(map(list, getattr(network, c))) for c in faster}}
         if ring != 1

@@ -111,8 +111,8 @@ class Profile:
     gains: tuple[tuple[str, float, float], ...] = ()
     """By `--fp8-recipe`, and nvfp4: the rate of products over that in bf16, and bytes to quantize a value."""
     experts_gain: float = 1.2
-    """Of experts, in FP8 and FP4 and with quantization. Chosen by steps of Grok-1 proxies (NVIDIA/dgxc-benchmarking),
-    as no product of experts is published."""
+    """Of experts in FP8 other than MXFP8, with quantization. Chosen by steps of Grok-1 proxies on H100
+    (NVIDIA/dgxc-benchmarking), as no product of experts in such FP8 is published."""
     wave_outputs: float = 132 * 128 * 128
     """Outputs that a device computes at once: 132 multiprocessors, a tile of 128 x 128 each. The last wave is half
     empty."""
@@ -158,12 +158,15 @@ class Profile:
     def gain(self, precision: str, part: str) -> tuple[float, float]:
         """Return the rate of a part's products over that in bf16, and bytes to quantize a value of their operands.
 
-        The output layer stays in bf16, and all else if the precision is not known.
+        The output layer stays in bf16, and all else if the precision is not known. Grouped products of experts gain by
+        MXFP8 as others do (`benchmarks.attention`), and by NVFP4 hardly more (NVIDIA/TransformerEngine#2281).
         """
+        if part == "experts" and precision == "nvfp4":
+            precision = "mxfp8"
         known = {recipe: (gain, quantized) for recipe, gain, quantized in self.gains}
         if part == "output" or precision not in known:
             return 1.0, 0.0
-        return (self.experts_gain, 0.0) if part == "experts" else known[precision]
+        return (self.experts_gain, 0.0) if part == "experts" and precision != "mxfp8" else known[precision]
 
     def product(self, rows: Any, columns: Any, inner: Any, gain: float = 1.0, quantized: float = 0.0) -> Any:
         """Time in us of a product of matrices [rows, inner] and [inner, columns]; see `gain`."""
