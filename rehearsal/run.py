@@ -28,8 +28,6 @@ ROOM = 0.95
 """Share of a card that may be reserved: the rest is for what a rehearsal does not see, the context and NCCL."""
 CLOSE, CLOSE_GIB = 0.05, 0.25
 """By which prediction and rehearsal may differ, the larger of the two: workspaces of kernels are not predicted."""
-
-
 WHOLE = 64
 """Ranks of a job that are all run where their calls are matched."""
 

@@ -55,14 +55,10 @@ class Watch:
         here = (str(Path(__file__).parent), os.sep + "torch" + os.sep, "<", *library)
         self._passes_on = functools.cache(lambda name: any(part in name for part in here))
         self.native = ctypes.CDLL(None)
-        self._asked = ctypes.CFUNCTYPE(ctypes.c_int)(self._where)  # kept: the stand-in calls it
+        self.asked = ctypes.CFUNCTYPE(ctypes.c_int)(self._where)  # kept: the stand-in calls it
         sizes = (*gpu.capability, gpu.processors, gpu.shared_bytes, gpu.l2_bytes)
         size = ctypes.c_uint64(int(gpu.gib * 2**30))
         self.native.rehearsal_configure(f"rehearsed {gpu.name}".encode(), size, *sizes)
-
-    def begin(self, log: Path) -> None:
-        """Begin to write down what is asked for."""
-        self.native.rehearsal_begin(os.fsencode(log), self._asked)
 
     def lines(self) -> list[tuple[str, str]]:
         """End the log. Returns source lines and passes, by the index that records have."""
@@ -127,7 +123,7 @@ def _run(task: Task, rank: int, watch: Watch, store: Any) -> None:
     os.dup2(said, 2)
     os.dup2(said, 1)  # losses and other values mean nothing
     os.environ["RANK"] = str(rank)
-    watch.begin(Path(task.folder, f"{rank}.log"))
+    watch.native.rehearsal_begin(os.fsencode(Path(task.folder, f"{rank}.log")), watch.asked)
     run = Run(task, rank, watch, progress)
     status = 0
     try:

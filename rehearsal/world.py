@@ -58,16 +58,16 @@ def install(world_size: int) -> Store:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
     store = Store(world_size)
-    begin, new_group = dist.init_process_group, dist.new_group
+    begin, make = dist.init_process_group, dist.new_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         begin("cpu:fake,cuda:nccl", rank=int(os.environ["RANK"]), world_size=world_size, store=store)
 
-    def group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
         if backend == "gloo":
             kwargs.pop("pg_options", None)
-        return new_group(ranks, timeout, "fake" if backend == "gloo" else "cpu:fake,cuda:nccl", *args, **kwargs)
+        return make(ranks, timeout, "fake" if backend == "gloo" else "cpu:fake,cuda:nccl", *args, **kwargs)
 
     def all_gather_object(objects: list[Any], mine: Any, *args: Any, **kwargs: Any) -> None:
         objects[:] = [mine] * len(objects)
@@ -78,14 +78,7 @@ def install(world_size: int) -> Store:
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
 
-    replacements = {
-        "init_process_group": init_process_group,
-        "new_group": group,
-        "all_gather_object": all_gather_object,
-        "gather_object": gather_object,
-        "broadcast_object_list": nothing,
-        "barrier": nothing,
-    }
+    ours = {each.__name__: each for each in (init_process_group, new_group, all_gather_object, gather_object)}
     for module in (dist, c10d):
-        vars(module).update(replacements)
+        vars(module).update(ours, broadcast_object_list=nothing, barrier=nothing)
     return store
