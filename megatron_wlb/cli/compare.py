@@ -132,7 +132,7 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
         said.append("Tokens are of whole windows: padding counts.")
     if base.whole != ran.whole:
         said.append("Only Megatron's times have what comes before the forward pass; give its log of both to be exact.")
-    numbers["steps"] = [[[None if math.isnan(x) else x for x in row] for row in each.tolist()] for each in steps]
+    numbers["steps"] = [[[x if math.isfinite(x) else None for x in row] for row in each.tolist()] for each in steps]
     return rows, said, numbers
 
 
@@ -224,7 +224,9 @@ def _of_text(name: str, skip: int) -> Log:
         for number, fields in _ITERATION.findall(begun):
             last = int(number[:9])
             count, before = last - before if before < last else 1, last
-            values = {key.strip(): value for key, _, value in (each.partition(":") for each in fields.split("|"))}
+            # From behind: what stands first is the iteration's, and what follows may be of another, or of a rank.
+            each = (field.partition(":") for field in reversed(fields.split("|")))
+            values = {key.strip(): value for key, _, value in each}
             try:
                 ms, samples, loss = float(values[_TIME]), int(values[_SAMPLES]), float(values.get(_LOSS, "nan"))
             except (KeyError, ValueError):

@@ -181,6 +181,8 @@ def _blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
         weights = [float(text) for text in words[::2]]
     except ValueError:
         weights = []
+    if not words:
+        raise ValueError("the blend names no dataset; give it the prefix of one")
     if not weights or len(words) % 2:
         return list(words), None
     if not all(math.isfinite(w) and w > 0 for w in weights):

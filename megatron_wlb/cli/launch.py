@@ -19,7 +19,7 @@ from megatron_wlb.describe.shape import DELTA_NETS
 
 MOST_BYTES = 1 << 28
 """Largest log that is read. `BLOCK` cuts a larger one."""
-LONGEST_VALUE = 1 << 14
+LONGEST_VALUE = 1 << 18
 """Longest argument in a log, in characters, that is parsed as more than text."""
 LIKE_A_WORD = 0.7
 """Share of letters from which on a word is taken for another, misspelt; none of Megatron's own flags is."""
@@ -30,7 +30,7 @@ BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
 END_OF_ARGUMENTS = "- end of arguments -"
 _BEGIN = re.compile(r"-{9,} arguments -{9,}")
 _ARGUMENT = re.compile(r"(?:^|\s)(\w+) (?:\.+|(?<=\w{48} )) *(.*)")
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\(B)")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _REMEDY = "give the log of a run, as Megatron wrote it"
 _ATTENTION = "experimental_attention_variant"
@@ -134,8 +134,10 @@ def arguments_of(text: str, name: str) -> Launched:
     if sum(len(text) for text in texts.values() if len(text) <= LONGEST_VALUE) > MOST_VALUES:
         raise ValueError(f"{short(name)}: its arguments have over {MOST_VALUES >> 20} MiB, the limit; {_REMEDY}")
     found = _renamed({argument: _value_of(text) for argument, text in texts.items()})
-    if "num_layers" not in found or "world_size" not in found:
+    if not all(isinstance(found.get(name), int) for name in ("num_layers", "world_size")):
         raise ValueError(f"{short(name)}: its arguments lack num_layers or world_size; {_REMEDY}")
+    if windows := found.get("wlb_windows_per_micro_batch"):
+        found["micro_batch_size"] = windows  # without --wlb, which sets 1
     if padded := _PADDED.search(text, end):
         found["padded_vocab_size"] = int(padded[1])
     _refuse_others([], found)
@@ -314,9 +316,8 @@ def _wlb_words(stated: Mapping[str, Any]) -> Iterator[str]:
     """Yield the words of the `--wlb` flags."""
     for name, value in stated.items():
         if name.startswith("wlb") and value not in (None, False):
-            yield f"--{name.replace('_', '-')}"
-            if value is not True:
-                yield ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+            yield f"--{name.replace('_', '-')}{'' if value is True else f'={text}'}"
 
 
 _SEPARATORS = {"&&", "||", "|", "&"}

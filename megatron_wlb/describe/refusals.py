@@ -113,6 +113,9 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
         "--moe-router-load-balancing-type quantile_balancing needs tokens * topk of every micro-batch to divide by the "
         "experts, and micro-batches vary in length; choose another"
     ): _balancing,
+    "--mlp-chunks-for-training routes the chunks of a micro-batch without its padding mask; leave it out": lambda a: (
+        a.num_experts and (a.mlp_chunks_for_training or 1) > 1
+    ),
     "--moe-flex-dispatcher-backend ncclep sizes its buffers by the first micro-batch; give deepep": lambda a: (
         dispatches(a, "flex", "ncclep")
     ),

@@ -272,7 +272,9 @@ def load_profile(name_or_path: str) -> Profile:
         return FLOPS_PROFILE
     try:
         text = files.read(profile_file(name_or_path), 1 << 20, "give what `megatron-wlb profile` wrote")
-        return msgspec.json.decode(text, type=Profile)
+        found = msgspec.json.decode(text, type=Profile)
+        # The name of `FLOPS_PROFILE` is its alone.
+        return replace(found, name=name_or_path) if found.counts_pairs else found
     except msgspec.MsgspecError as error:
         raise ValueError(
             f"{name_or_path} is not a megatron_wlb profile: {error}; give what `megatron-wlb profile` wrote"

@@ -108,6 +108,11 @@ class Samples:
     order: Callable[[np.ndarray], np.ndarray] | None = None
     """Maps the place in training to the sample, int64 [n] each; it makes the samples endless. None: the same."""
 
+    def __post_init__(self) -> None:
+        size = self.context_length
+        if any(getattr(part, "context_length", size) != size for part in self.parts):
+            raise ValueError(f"parts have other windows than the samples' {size} tokens; give all one context_length")
+
     def __len__(self) -> int:
         return len(self.parts[0]) if self.blend is None else len(self.blend[0])
 
@@ -148,9 +153,11 @@ def windows(
     """Cut documents of `lengths`, int64 [n], into windows as `GPTDataset` does, with another generator's shuffles.
 
     `seed` None keeps the order. `num_samples`: at least so many, from as many epochs as it takes; None: one epoch.
-    Raises ValueError if there is not one window.
+    Raises ValueError if there is not one window, and for lengths that are none.
     """
     lengths = np.asarray(lengths)
+    if lengths.size and (lengths.ndim != 1 or lengths.dtype.kind not in "iu" or lengths.min() < 0):
+        raise ValueError(f"lengths have shape {lengths.shape} of {lengths.dtype}; give whole numbers from 0 on")
     tokens = int(lengths.sum())
     epochs = 1 if num_samples is None else -(-(num_samples * context_length + 1) // max(1, tokens))
     count = (epochs * tokens - 1) // context_length

@@ -168,6 +168,11 @@ def test_prefixes_and_broken_lines_do_no_harm(tmp_path):
     lines[-3] = lines[-3].replace("global batch size", "global[rank 3] what")
     log.write_text("\n".join(lines))
     assert [row[:2] for row in compared(tmp_path, log, log)["steps"][0]][-3:] == [[67, 1], [69, 1], [70, 1]]
+    before = compared(tmp_path, log, log)["steps"][0]
+    log.write_text("\n".join([*lines[:-1], f"{lines[-1]} lm loss: inf | {lines[-2]}"]))
+    assert compared(tmp_path, log, log)["steps"][0] == before
+    log.write_text("\n".join([*lines[:-1], re.sub(r"lm loss: \S+", "lm loss: inf", lines[-1])]))
+    assert "Infinity" not in json.dumps(compared(tmp_path, log, log))
 
 
 def test_predictions_are_those_of_the_run(tmp_path, capsys):

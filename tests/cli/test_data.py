@@ -106,3 +106,9 @@ def test_numbers_of_a_split_are_those_of_upstream(prefixes):
 def test_data_that_train_nothing_are_refused(words, message, prefixes):
     with pytest.raises(ValueError, match=message):
         samples(words.replace("LAST", prefixes[2]))
+
+
+def test_an_empty_blend_is_refused(tmp_path):
+    (tmp_path / "blend").write_text("\n")
+    with pytest.raises(ValueError, match="the blend names no dataset; give it the prefix of one"):
+        samples(f"--data-args-path {tmp_path / 'blend'}")

@@ -99,6 +99,9 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
     assert (job.model.num_layers, job.model.padded_vocab_size, job.context_length) == (4, 1536, 128)
     assert os.system(f"{BLOCK} {log} > {tmp_path / 'block'}") == 0
     assert read_log(str(tmp_path / "block")).stated["num_layers"] == 4
+    shards = [word for i in range(700) for word in ("1", f"/data/shard_{i:05d}_text_document")]
+    log.write_text(re.sub(r"(  data_path \.+) .*", lambda found: f"{found[1]} {shards}", second, count=1))
+    assert read_log(str(log)).stated["data_path"] == shards
     for text, message in (
         ("begun", "has no arguments as Megatron prints them; give the log of a run, .*or the run's command behind --"),
         (begun, "ends within its arguments; give the log of a run, as Megatron wrote it, to the line that ends"),
@@ -115,6 +118,7 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
     ("pattern", "instead"),
     [
         (r"^(.*)$", "\x1b[32m\\1\x1b[0m"),  # colours
+        (r"^(.*)$", "\x1b[38:5:2m\\1\x1b(B\x1b[m\x1b[K"),  # of tput and grep
         (r"^ *", ""),  # pasted where leading blanks are lost
         (r"^ *", "\t"),
         (r"  *", " "),
@@ -148,12 +152,14 @@ def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
     """Also of another release, which has other flags and words."""
     lines = {"wlb": True, "wlb_max_delay_steps": 0, "wlb_outlier_thresholds": (20, 30), "wlb_packing": "wlb"}
     lines |= {"wlb_log": "a b", "wlb_save_gathered_kv": False, "wlb_max_tokens": None, "wlb_memory_budget": 40.5}
+    lines |= {"wlb_windows_per_micro_batch": 2}
     text = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in lines.items())
     (tmp_path / "log").write_text(blocks["dense"][1].replace("  world_size", f"{text}  world_size"))
     found = run(tmp_path / "log")
     assert (found.packing.name, found.packing.outlier_thresholds) == ("paper", (20, 30))
     assert (found.settings.memory_budget, found.settings.max_tokens) == (40.5, None)
     assert found.run_settings.log == "a b"
+    assert found.arguments.micro_batch_size == 2  # of the run without it
     assert run(tmp_path / "log", "--wlb-packing adaptive").packing.name == "adaptive"
 
 

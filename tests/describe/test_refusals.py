@@ -49,6 +49,7 @@ def test_refused_if_given_at_all():
         ({"attention_dropout": 0.1}, "--attention-dropout is 0.1; .*give --attention-dropout 0"),
         (MOE | {"moe_router_load_balancing_type": ["none", "quantile_balancing"]}, "divide by the experts"),
         (MOE | {"moe_router_load_balancing_type": "quantile_balancing"}, "divide by the experts"),
+        (MOE | {"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training routes .*leave it out"),
         (FLEX | {"moe_flex_dispatcher_backend": "ncclep"}, "first micro-batch; give deepep"),
         (
             {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False, "num_virtual_stages_per_pipeline_rank": 2},

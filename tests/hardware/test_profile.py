@@ -67,9 +67,13 @@ def test_a_profile_says_where_it_differs_from_a_run():
     assert FLOPS_PROFILE.differences(head_size=64, dtype="fp32", backend="cpu") == ""
 
 
-def test_shipped_profiles_load():
+def test_shipped_profiles_load(tmp_path):
     assert {name.split("-")[0] for name in shipped_profiles()[1:]} == set(GPUS)
     assert load_profile("flops") is FLOPS_PROFILE
+    (tmp_path / "flops.json").write_text(
+        '{"name": "flops", "tile_rows": 1, "forward": {"launch": 1, "tile": 1, "query_tile": 0}}'
+    )
+    assert not load_profile(str(tmp_path / "flops.json")).counts_pairs
     assert load_profile("h100-fa2") == Profile(
         name="h100-fa2",
         tile_rows=128,

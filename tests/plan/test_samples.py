@@ -110,6 +110,16 @@ def test_windows_and_blends_are_cut_as_by_upstreams_helpers():
         np.testing.assert_array_equal(ours, other)
 
 
+def test_what_is_no_length_and_parts_of_another_window_are_refused():
+    for lengths in ([3, -1, 9], [1.5, 20], [[9, 9], [9, 9]]):
+        with pytest.raises(ValueError, match=r"lengths have shape .*; give whole numbers from 0 on"):
+            windows(np.array(lengths), 4)
+    with pytest.raises(
+        ValueError, match="parts have other windows than the samples' 32 tokens; give all one context_len"
+    ):
+        Samples(parts=[windows(LONG, 64)], context_length=32)
+
+
 def test_other_seeds_give_other_orders():
     orders = [windows(LONG, 64, seed=seed) for seed in (0, 1)]
     for name in ("document_index", "shuffle_index"):
