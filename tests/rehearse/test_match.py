@@ -74,6 +74,9 @@ def test_other_counts_are_found():
 def test_communicators_made_in_another_order_wait_for_ever(one_queue):
     programs = [making(0, PAIR) + making(0, OTHER), making(1, OTHER) + making(1, PAIR)]
     assert ["communicator" in said and "waits for ever" in said for said in match(programs, one_queue)] == [True] * 2
+    # A host makes one while a kernel waits for calls of others.
+    behind = [run(1, call(0, Kind.ALL_GATHER)), (Kind.KERNEL, 1, 0, []), *making(0, OTHER)]
+    assert match([behind, [*making(1, OTHER), run(1, call(1, Kind.ALL_GATHER))]], one_queue) == []
 
 
 def test_groups_in_another_order_wait_for_ever():
