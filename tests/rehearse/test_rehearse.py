@@ -105,9 +105,6 @@ def test_conversations_are_tokenized_for_a_rehearsal_alone(tmp_path, monkeypatch
     found = rehearse(tmp_path, "--steps", "2", job=[*job, *sft, "--eval-iters", "0", "--use-tp-pp-dp-mapping"])
     assert found["verdict"] == "fits" and found["ranks"][0]["steps"][0]["tokens"] != [4096] * 4
     assert [rank["rank"] for rank in found["ranks"]] == [0, 2, 4, 6]
-    # Each rank's memory is predicted for its own stage: the last has the loss.
-    first, last = ([rank["predicted_gib"] for rank in found["ranks"][stage::2]] for stage in (0, 1))
-    assert max(first) < min(last)
     assert {*tmp_path.rglob("*")} - before == {tmp_path / "rehearsal.json"}
 
 
