@@ -38,10 +38,9 @@ def drawn(rng):
     each = pick(pp, 2 * pp, 3 * pp + 1) if vpp == 1 else pick(pp, 2 * pp, 3 * pp)
     model = pick("550m", "llama2-7b", "llama3-8b", "deepseek-v2-lite")
     settings = PlanSettings(profile=pick("h100-fa2", "h100-fa2", "flops"), documents="whole" if whole else "windows")
-    sharding = Sharding(
-        cp_sharding=pick("auto", "auto", "hybrid", "paper", "per-document", "per-sequence"),
-        cp_gradients=pick("fp32", "model"),
-    )
+    strategy = pick("auto", "auto", "hybrid", "paper", "per-document", "per-sequence")
+    pick(0, 0, 1)  # once a flag: so the other draws, and the plans of jobs without it, are as they were
+    sharding = Sharding(cp_sharding=strategy, cp_gradients=pick("fp32", "model"))
     size = count = dp * each  # windows of a step, and micro-batches
     share = pick(0.5, 1, 1, 2)
     if not packing.fixed_length and (share > 1 or (vpp == 1 and each % 2 == 0)):
