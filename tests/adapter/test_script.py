@@ -33,7 +33,8 @@ def run(*command, python=sys.executable):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # a free one, for one process without a launcher
+    if "torch.distributed.run" not in command:
+        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # a free one
     options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 600}
     return subprocess.run([python, *command], check=False, **options)
 
