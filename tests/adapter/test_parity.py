@@ -210,7 +210,7 @@ def test_iterations_to_skip(dataset, upstream, tmp_path):
 
 def test_losses_of_routers_and_mtp_are_means_over_micro_batches(dataset, tmp_path):
     names = ["load_balancing_loss", "z_loss", "mtp_1 loss", "mtp_2 loss"]
-    flags = f"{MOE} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 {MTP}".split()
+    flags = f"{MOE} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 {MTP} --num-layers 2".split()
 
     def trained(size, *more):
         board = tmp_path / "_".join(more)

@@ -125,7 +125,8 @@ def test_traces_name_micro_batches_and_what_they_wait_for(dataset, tmp_path, mon
     ranges = tmp_path / "ranges"
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: files.append(str(ranges), f"{name}\n".encode(), ""))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
-    run = train(2, dataset, *FLAGS, *flags.split(), "--tensorboard-dir", str(board), log=log)
+    flags += f" --train-iters 3 --num-layers 2 --tensorboard-dir {board}"
+    run = train(2, dataset, *ADAM, *flags.split(), log=log)
     events = json.loads(gzip.decompress((tmp_path / "torch_profile/rank-0.json.gz").read_bytes()))["traceEvents"]
     names = {e["name"] for e in events if e["name"].startswith("wlb")}
     padded = [-(-m["tokens"] // 4) * 4 for m in run["log"][1]["micro_batches"]]  # upstream counts from 1
