@@ -50,6 +50,8 @@ class Packer:
                 f"the samples have windows of {samples.context_length} tokens, the job of {job.context_length}; give "
                 "both the same context_length"
             )
+        if first_sample < 0:
+            raise ValueError(f"first_sample is {first_sample}; give one from 0 on")
         self._samples, self._job, self._policy = samples, job, job.packing.policy(job)
         self.step = step
         """The step that `next` plans."""
@@ -73,13 +75,16 @@ class Packer:
         self._drawn, first = draw.drawn, draw.first
         self._first = min(first + self._job.global_batch_size, self._drawn)
         self.step += 1
+        waiting = self._policy.waiting()
+        for rows in waiting.values():
+            rows.flags.writeable = False
         return PackedStep(
             step=self.step - 1,
             batch=batch,
             drawn=draw.rows,
             first=first,
             position=self._position(),
-            waiting=self._policy.waiting(),
+            waiting=waiting,
         )
 
     def going_on(self, job: Job) -> "Packer":
