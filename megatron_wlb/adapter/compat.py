@@ -45,6 +45,8 @@ class Upstream(NamedTuple):
     """The function that logs them."""
     counts_documents: bool = True
     """Whether the count of FLOPs takes lengths of documents."""
+    rotary: Mapping[str, Any] = MappingProxyType({"mla_rotary_interleaved": True})
+    """Arguments by which `apply_rotary_pos_emb` turns keys of latents as their layers do."""
 
 
 def _upstream(digests: str, **otherwise: Any) -> Upstream:
@@ -65,11 +67,13 @@ SUPPORTED = {
         tracker=_TRACKER,
         router_losses=("megatron.training.training", "track_moe_metrics"),
         counts_documents=False,
+        rotary={},
     ),
     "0.18": _upstream(
         "cb79a1f62ec91668 80116155e68d00c3 273e96b2c9332b7f 5788ef8f825317e0 25f5a633ee968c8d",
         passes_functions=True,
         tracker=_TRACKER,
+        rotary={},
     ),
     "0.19": _upstream(_NEWEST, hybrid=_HYBRID),
     "0.20": _upstream(_NEWEST, hybrid=_HYBRID),  # what upstream's main calls itself

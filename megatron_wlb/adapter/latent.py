@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn.functional import pad
 
+from megatron_wlb.adapter import compat
 from megatron_wlb.describe.megatron import row_multiple
 from megatron_wlb.runtime.all_to_all import exchange_rows
 from megatron_wlb.runtime.backends.protocol import owned, side_by_side
@@ -62,7 +63,7 @@ class WlbLatentExchange(WlbLatentAttention):
         angles = self.rotary_pos_emb(positions)
         angles, magnitude = angles if isinstance(angles, tuple) else (angles, 1.0)  # YaRN has both
         given = {"config": self.config, "mscale": magnitude, "cp_group": self.pg_collection.cp}
-        rotated = partial(apply_rotary_pos_emb, freqs=angles, mla_rotary_interleaved=True, **given)
+        rotated = partial(apply_rotary_pos_emb, freqs=angles, **compat.upstream().rotary, **given)
         q, kv = (x.squeeze(1) for x in self._qkv_down_projection(hidden_states))
         latents, shared = kv.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
         if self.config.q_lora_rank is not None:

@@ -153,7 +153,7 @@ def test_model_equals_megatron(size, layout, model, dataset, upstream):
     ("size", "layout", "model"),
     [
         (8, f"{TP2} {CP2} {PP2} {EP2} --expert-tensor-parallel-size 1", V2_LITE),
-        (2, f"{CP2} {SELECTIVE} core_attn", f"{LATENT} {QUERY_LATENT}"),
+        each_version(2, f"{CP2} {SELECTIVE} core_attn", f"{LATENT} {QUERY_LATENT}"),
         full(4, f"{TP2} {CP2} {SELECTIVE} mla_up_proj", f"{LATENT} {QUERY_LATENT}"),
         full(4, f"{TP2} {CP2} {FULL}", f"{LATENT} {QUERY_LATENT}"),
         full(2, CP2, f"{LATENT} {LATENT_YARN}"),
