@@ -46,6 +46,7 @@ class Plans:
         self.last_step: int | None = None
         """The training step that is running, or ran last."""
         self._same = _code() | {f"{split} data": data.identity for split, data in splits.items()}
+        self._same |= {"--wlb-digest": int(args.wlb_digest)}
         """Digests of what must be the same on all ranks in every step, in words."""
 
     def planner(self, split: str, first_step: int) -> Planner:
@@ -58,6 +59,8 @@ class Plans:
                 self._resume(packer, first_step)
             elif split == "train" and first_step:
                 self._leave(first_step)
+            if self._args.wlb_sft and self._args.wlb_sft_skip and not later:
+                packer.check()
             # Others wait for this rank in collectives: be heard before those time out.
             patience = 30 * self._args.distributed_timeout_minutes
             self._planners[split] = Planner(

@@ -67,10 +67,7 @@ class Packer:
             if len((batch := self._policy.pack(self.step, draw)).documents):
                 break
             if not self._job.packing.delays and not draw.exhausted:
-                raise ValueError(
-                    f"no document begins, or is trained, in the {self._job.global_batch_size} samples from "
-                    f"{draw.first} on; give a larger --global-batch-size, or leave no rows out"
-                )
+                raise self._empty(draw.first)
             draw.first += self._job.global_batch_size
         self._drawn, first = draw.drawn, draw.first
         self._first = min(first + self._job.global_batch_size, self._drawn)
@@ -85,6 +82,19 @@ class Packer:
             first=first,
             position=self._position(),
             waiting=waiting,
+        )
+
+    def check(self) -> None:
+        """Raise ValueError if a later step has no document, as `next` would when it gets there."""
+        size = self._job.global_batch_size
+        for first in range(self._first, len(self._samples) - size + 1, size):
+            if not len(self._samples.pieces(first, first + size)):
+                raise self._empty(first)
+
+    def _empty(self, first: int) -> ValueError:
+        return ValueError(
+            f"no document begins, or is trained, in the {self._job.global_batch_size} samples from {first} on; give a "
+            "larger --global-batch-size, or leave no rows out"
         )
 
     def going_on(self, job: Job) -> "Packer":

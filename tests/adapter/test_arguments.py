@@ -54,6 +54,9 @@ REFUSED = {
     "--seq-length 1032 --fp8-format hybrid": "give a multiple of 16",
     "--wlb-micro-batches 8 --global-batch-size 7": "--global-batch-size is 7, by which .*; give a multiple of 2",
     "--transformer-impl local --apply-layernorm-1p": "leave one of them out",
+    "--wlb-sft-skip long": "--wlb-sft-skip has no effect without --sft; give both, or neither",
+    "--wlb-mock-lengths F2": "--wlb-mock-lengths has no effect without --mock-data; give both, or neither",
+    "--sft --wlb-documents whole": "and rows of --sft are whole; leave it out",
     "--window-size 128,128": "give LEFT,0",
     f"{MOE} alltoall --moe-router-load-balancing-type quantile_balancing": "divide by the experts",
 }
@@ -224,6 +227,8 @@ def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
     os.truncate(f"{prefix}.bin", 300)
     with pytest.raises(ValueError, match="corpus.bin was cut off since the run began: it has 300 bytes instead of"):
         reading.rows(first, 0, 10)
+    dataset.dataset.path_prefix = "s3://bucket/corpus"
+    assert datasets._OfWindows(cut, dataset).size == 0  # no file is here
 
 
 def test_weights_and_optimizer_are_shared_as_flags_say(parse):

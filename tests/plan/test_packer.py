@@ -89,8 +89,9 @@ def test_a_step_of_rows_without_a_token_is_refused():
     rows = Rows(rows=begins[:-1], begins=begins, lengths=given, context_length=C, num_samples=8)
     packer = Packer(Samples(parts=[rows], context_length=C), job(num_micro_batches=2))
     assert packer.next().batch.documents["document"].tolist() == [1, 0]
-    with pytest.raises(ValueError, match="no document begins, or is trained, in the 2 samples from 2 on; give a larg"):
-        packer.next()
+    for asked in (packer.check, packer.next):
+        with pytest.raises(ValueError, match="no document begins, or is trained, in the 2 samples from 2 on; "):
+            asked()
     left = Packer(Samples(parts=[rows], context_length=C), job(num_micro_batches=2), first_sample=4)
     assert [step.batch.documents["document"].tolist() for step in steps_of(left)] == [[4, 5]]
 
