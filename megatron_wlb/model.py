@@ -30,9 +30,10 @@ class Matrix(NamedTuple):
 
     def shape(self, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, float, float]:
         """Return rows, outputs and inputs of the product on one of so many tensor-parallel ranks."""
-        sizes = {"rows": rows * self.copies, "outputs": self.outputs, "inputs": self.inputs}
-        sizes[self.divided] = sizes[self.divided] * (1 / (ranks * self.copies))
-        return sizes["rows"], sizes["outputs"], sizes["inputs"]
+        of = {
+            name: 1 / (ranks * self.copies) if name == self.divided else 1.0 for name in ("rows", "outputs", "inputs")
+        }
+        return rows * self.copies * of["rows"], self.outputs * of["outputs"], self.inputs * of["inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,8 +272,15 @@ class ModelShape:
 
 def shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, **rest: Any) -> ModelShape:
     """Return a shape of these sizes; `rest` are other fields of `ModelShape`."""
-    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "padded_vocab_size": vocab}
-    return ModelShape(**sizes, num_attention_heads=heads, num_query_groups=groups, **rest)
+    return ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        padded_vocab_size=vocab,
+        **rest,
+    )
 
 
 def latent_sizes(

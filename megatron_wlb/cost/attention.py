@@ -30,7 +30,8 @@ class ExchangeModel:
 
     def times(self, rows: np.ndarray) -> Directions:
         """Return times in which K and V arrive and gradients leave the busiest rank."""
-        return tuple(np.where(rows > 0, self.latency + rows * each, 0.0) for each in (self.arrive, self.leave))
+        arrive, leave = (np.where(rows > 0, self.latency + rows * each, 0.0) for each in (self.arrive, self.leave))
+        return arrive, leave
 
 
 def exchange_model(job: Job) -> ExchangeModel:
