@@ -227,7 +227,7 @@ class Run:
         if options.transformer_impl == "local":
             changes["apply_rope_fusion"] = False  # TransformerEngine's
         if self._task.wlb:
-            changes |= {"wlb_log": None, "wlb_sft_skip": options.wlb_sft_skip if tokenizes else None}
+            changes |= {"wlb_log": None} | ({"wlb_sft_skip": None} if self._task.mock_data else {})
         if self._task.mock_data:
             changes |= {"mock_data": True, "num_workers": 0} | dict.fromkeys(_DATA)
         return changes
