@@ -161,7 +161,11 @@ def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:
 
 
 def _text(path: str, flag: str) -> str:
-    return files.read(path, 1 << 24, f"give {flag} a file of weights and prefixes").decode("utf-8")
+    remedy = f"give {flag} a file of weights and prefixes"
+    try:
+        return files.read(path, 1 << 24, remedy).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {short(path)} is no text; {remedy}") from error
 
 
 def _training_blend(path: str) -> list[str]:

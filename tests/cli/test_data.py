@@ -108,7 +108,14 @@ def test_data_that_train_nothing_are_refused(words, message, prefixes):
         samples(words.replace("LAST", prefixes[2]))
 
 
-def test_an_empty_blend_is_refused(tmp_path):
-    (tmp_path / "blend").write_text("\n")
-    with pytest.raises(ValueError, match="the blend names no dataset; give it the prefix of one"):
+@pytest.mark.parametrize(
+    ("blend", "message"),
+    [
+        (b"\n", "the blend names no dataset; give it the prefix of one"),
+        (b"\xff", "--data-args-path .*blend is no text; give --data-args-path a file of weights and prefixes"),
+    ],
+)
+def test_a_file_that_holds_no_blend_is_refused(blend, message, tmp_path):
+    (tmp_path / "blend").write_bytes(blend)
+    with pytest.raises(ValueError, match=message):
         samples(f"--data-args-path {tmp_path / 'blend'}")
