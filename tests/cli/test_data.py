@@ -112,7 +112,7 @@ def test_data_that_train_nothing_are_refused(words, message, prefixes):
     ("blend", "message"),
     [
         (b"\n", "the blend names no dataset; give it the prefix of one"),
-        (b"\xff", "--data-args-path .*blend is no text; give --data-args-path a file of weights and prefixes"),
+        (b"\xff", "--data-args-path .* is no text; give --data-args-path a file of weights and prefixes"),
     ],
 )
 def test_a_file_that_holds_no_blend_is_refused(blend, message, tmp_path):
