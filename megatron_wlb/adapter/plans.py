@@ -47,6 +47,7 @@ class Plans:
         """The training step that is running, or ran last."""
         self._same = _code() | {f"{split} data": data.identity for split, data in splits.items()}
         self._same |= {"--wlb-digest": int(args.wlb_digest)}
+        self._same |= {f"{split} loss mask": 2 * self._reads(split) + self._weighs(split) for split in splits}
         """Digests of what must be the same on all ranks in every step, in words."""
 
     def planner(self, split: str, first_step: int) -> Planner:
@@ -124,8 +125,9 @@ class Plans:
         asked = self._asked.pop(split, None)
         reads = self._reads(split)
         if asked is None or asked.step != step:  # the first, or one that is replayed
-            counted = plan.counted if reads else None
-            asked = Comparison(split, step, self._same | plan.digests, plan.own_digest, counted, device)
+            same, counted = self._same | plan.digests, plan.counted if reads else None
+            Comparison(split, step, same, plan.own_digest, None, device).check()  # that all ranks count
+            asked = Comparison(split, step, same, plan.own_digest, counted, device)
         counts = asked.check()
         try:
             ahead = planner.get(step + 1)

@@ -68,8 +68,9 @@ def test_flags_of_one_rank_decide_for_all(dataset, tmp_path):
     last = {1: ["--wlb-log", str(log), "--tensorboard-dir", str(tmp_path / "board")]}
     train(2, dataset, *CP2.split(), *FLAGS, "--log-interval", "4", flags_of_rank=last)
     assert [entry["step"] for entry in entries(log)] == [1, 2, 3, 4]
-    with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 in --wlb-digest; check"):
-        train(2, dataset, *CP2.split(), *FLAGS, flags_of_rank={1: ["--wlb-digest"]})
+    for flag, what in (("--wlb-digest", "--wlb-digest"), ("--eod-mask-loss", "train loss mask")):
+        with pytest.raises(RuntimeError, match=f"rank 1 differs from rank 0 in .*{what}.*; check"):
+            train(2, dataset, *CP2.split(), *FLAGS, flags_of_rank={1: [flag]})
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path):
