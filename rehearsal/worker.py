@@ -36,7 +36,8 @@ _DATA = "data_path train_data_path valid_data_path test_data_path data_args_path
 _UNSET = (
     "save load pretrained_checkpoint save_interval tensorboard_dir wandb_project tokenizer_model train_samples "
     "lr_decay_samples lr_decay_iters lr_warmup_fraction exit_duration_in_mins exit_interval logits_save_dir "
-    "non_persistent_save_interval save_activations_interval save_dgrads_interval save_wgrads_interval"
+    "non_persistent_save_interval save_activations_interval save_dgrads_interval save_wgrads_interval "
+    "save_params_interval save_tokens_per_expert_interval moe_routing_trace_path"
 ).split()
 _OFF = (
     "exit_signal_handler check_for_nan_in_loss_and_grad log_throughput record_memory_history profile log_progress "
