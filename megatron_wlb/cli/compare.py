@@ -139,7 +139,8 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
 def _losses(steps: Sequence[np.ndarray], numbers: dict[str, Any]) -> str:
     """Return whether losses are those of the same training, and set what differs most."""
     a, b = (each[:, 4] / each[:, 1] for each in steps)
-    off = np.abs(b / a - 1)
+    with np.errstate(invalid="ignore"):  # losses may be infinite
+        off = np.abs(b / a - 1)
     known = np.flatnonzero(np.isfinite(off))
     if not len(known):
         return "Neither log's losses are of these steps."
