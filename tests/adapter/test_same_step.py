@@ -14,7 +14,7 @@ from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index
 from tests.adapter.training import ADAM, CP2, MOE, MTP, PP2, TP2, VPP2, each_version, full, relative_error, train
 
 LOSS, NORM, PARAMETERS = 1e-6, 1e-5, 1e-5
-GENTLE = "--lr 0.05"
+GENTLE = "--num-layers 2 --lr 0.05"
 """At which rounding does not grow in a hundred steps."""
 EOD_MASK = "--eod-mask-loss"
 EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
@@ -36,9 +36,12 @@ def compare(run, theirs):
     assert run["evaluations"] == pytest.approx(theirs["evaluations"], rel=LOSS)
 
 
-@pytest.mark.parametrize(("size", "layout"), [(2, CP2), full(2, VPP2), full(2, ""), full(1, "")])
-def test_a_hundred_steps(size, layout, dataset):
-    common = [*GENTLE.split(), "--train-iters", "100"]
+@pytest.mark.parametrize(
+    ("size", "layout", "flags"),
+    [(2, CP2, ""), full(2, VPP2, "--num-layers 4"), full(2, "", ""), full(1, "", "")],
+)
+def test_a_hundred_steps(size, layout, flags, dataset):
+    common = [*GENTLE.split(), *flags.split(), "--train-iters", "100"]
     compare(train(size, dataset, *common, *layout.split()), train(1, dataset, *common, wlb=False))
 
 
@@ -61,7 +64,7 @@ def write_inner(prefix: Path, *, ends: bool) -> str:
 
 CASES = {
     "eod": (2, CP2, EOD_MASK),
-    "eod-per-token": each_version(2, VPP2, f"{EOD_MASK} --calculate-per-token-loss"),
+    "eod-per-token": each_version(2, VPP2, f"--num-layers 4 {EOD_MASK} --calculate-per-token-loss"),
     "eod-micro-batches-of-two": (2, "", f"{EOD_MASK} --micro-batch-size 2"),
     "epochs": (2, CP2, "--train-iters 16"),
     "mtp": each_version(2, CP2, f"{MTP} {EOD_MASK}"),
@@ -198,7 +201,7 @@ def digests(path):
 @pytest.mark.parametrize("flags", ["", EOD_MASK, full(f"{EOD_MASK} --calculate-per-token-loss")])
 def test_digests(flags, dataset, tmp_path):
     """Both runs print the same, in any layout; `test_chaos` has that steps differ in it."""
-    common = [*GENTLE.split(), "--wlb-digest", *flags.split()]
+    common = [*GENTLE.split(), "--num-layers", "4", "--wlb-digest", *flags.split()]
     plain, ours = tmp_path / "plain", tmp_path / "ours"
     train(2, dataset, *common, *PP2.split(), wlb=False, prints=plain)
     train(4, dataset, *common, *CP2.split(), *VPP2.split(), prints=ours)
