@@ -10,7 +10,6 @@ import torch
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.describe import refusals
-from megatron_wlb.describe.arguments import flag_of
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
 from megatron_wlb.job import Job
@@ -24,19 +23,12 @@ def check(args: Namespace) -> None:
     refusals.check(args)
     if (spec := getattr(args, "spec", None)) is not None:
         _check_spec(*spec, of_stack=bool(getattr(args, "hybrid_layer_pattern", None)))
-    for name, beside in (("wlb_sft_skip", "sft"), ("wlb_mock_lengths", "mock_data")):
-        if getattr(args, name) is not None and not getattr(args, beside, False):
-            raise ValueError(f"--wlb: {flag_of(name)} has no effect without {flag_of(beside)}; give both, or neither")
     run = Description.of(args).without_memory()  # memory and the split of layers are checked later
     a, policy = run.arguments, run.packing
     if getattr(args, "sft", False) and policy.delays:
         raise ValueError(
             f"--wlb: --wlb-packing {policy} moves documents by the windows that they fill, and rows of --sft fill "
             "them in part; give adaptive or megatron"
-        )
-    if getattr(args, "sft", False) and run.settings.documents == "whole":
-        raise ValueError(
-            "--wlb: --wlb-documents whole is of .bin/.idx datasets, and rows of --sft are whole; leave it out"
         )
     if policy.delays and getattr(args, "phase_transition_iterations", None):
         raise ValueError(

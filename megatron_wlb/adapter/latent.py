@@ -44,6 +44,7 @@ class WlbLatentExchange(WlbLatentAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._rotary = compat.upstream().rotary
         self._queries_again: bool = self.recompute_up_proj
         self.recompute_up_proj: bool = self._queries_again or self.config.recompute_granularity != "full"
         self._row_multiple = self.tp_group.size() * row_multiple(
@@ -63,7 +64,7 @@ class WlbLatentExchange(WlbLatentAttention):
         angles = self.rotary_pos_emb(positions)
         angles, magnitude = angles if isinstance(angles, tuple) else (angles, 1.0)  # YaRN has both
         given = {"config": self.config, "mscale": magnitude, "cp_group": self.pg_collection.cp}
-        rotated = partial(apply_rotary_pos_emb, freqs=angles, **compat.upstream().rotary, **given)
+        rotated = partial(apply_rotary_pos_emb, freqs=angles, **self._rotary, **given)
         q, kv = (x.squeeze(1) for x in self._qkv_down_projection(hidden_states))
         latents, shared = kv.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
         if self.config.q_lora_rank is not None:

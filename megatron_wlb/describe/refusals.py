@@ -108,6 +108,15 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
     "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets": lambda a: (
         a.multiple_validation_sets and not a.full_validation
     ),
+    "--wlb-sft-skip has no effect without --sft; give both, or neither": lambda a: (
+        a.wlb_sft_skip is not None and not a.sft
+    ),
+    "--wlb-mock-lengths has no effect without --mock-data; give both, or neither": lambda a: (
+        a.wlb_mock_lengths is not None and not a.mock_data
+    ),
+    "--wlb-documents whole is of .bin/.idx datasets, and rows of --sft are whole; leave it out": lambda a: (
+        a.sft and a.wlb_documents == "whole"
+    ),
     "--seq-length is missing; give the context window": lambda a: a.seq_length is None,
     (
         "--moe-router-load-balancing-type quantile_balancing needs tokens * topk of every micro-batch to divide by the "
