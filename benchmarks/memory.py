@@ -1,7 +1,7 @@
 """Jobs rehearsed for an H100: their memory beside the predicted one, and whether the NCCL calls of all ranks match.
 
 Nothing of it was measured on a GPU: `megatron-rehearse` runs three steps of mock data over a stand-in for CUDA.
-Needs TransformerEngine with its extension of torch, and about an hour of two cores. What --folder already has is not
+Needs TransformerEngine with its extension of torch, flash-linear-attention, and about an hour of two cores. What --folder already has is not
 run again.
 """
 
@@ -39,6 +39,12 @@ JOBS = {
         f"torchrun --nproc-per-node 8 {SMALL} --num-layers 16 --tensor-model-parallel-size 2 --sequence-parallel "
         "--context-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 4 --multi-latent-attention "
         "--qk-layernorm --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 96",
+        "all",
+    ),
+    "gated delta nets by a pattern, TP 2, CP 4": (
+        f"torchrun --nproc-per-node 8 {SMALL} --hybrid-layer-pattern G-G-G-*-G-G-G-*- --ffn-hidden-size 2816 "
+        "--linear-num-key-heads 16 --linear-num-value-heads 32 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--context-parallel-size 4 --global-batch-size 8",
         "all",
     ),
     "CP 32": (

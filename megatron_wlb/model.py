@@ -46,19 +46,30 @@ class Mixer:
     """Values that come back, and are projected to the hidden state."""
     scan: int
     """Multiplications that the scan does for a row, so many as weights would."""
+    kept: int
+    """Values that its kernels keep of a row for backward; two for one in fp32."""
 
 
 def gated_delta_net(*, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Mixer:
-    """Return the mixer by Megatron's sizes: Q, K, V, a gate, and two values a head; state, its decay and output."""
+    """Return the mixer by Megatron's sizes: Q, K, V, a gate, and two values a head; state, its decay and output.
+
+    It keeps its rows, Q and K normed and then repeated for every head of values, V, 64 values a row and head, the
+    output before and after its norm, and as if nothing was compiled the gate and its SiLU in fp32.
+    """
     keys, values = key_heads * key_dim, value_heads * value_dim
-    scan = 3 * value_heads * key_dim * value_dim
-    return Mixer(projected=2 * keys + 2 * values + 2 * value_heads, inner=values, scan=scan)
+    projected, repeated = 2 * keys + 2 * values + 2 * value_heads, 2 * value_heads * key_dim * (value_heads > key_heads)
+    kept = projected + 2 * keys + repeated + 64 * value_heads + 7 * values
+    return Mixer(projected=projected, inner=values, scan=3 * value_heads * key_dim * value_dim, kept=kept)
 
 
 def mamba(*, heads: int, head_dim: int, groups: int, state_dim: int) -> Mixer:
-    """Return the mixer of Mamba-2 by Megatron's sizes: z, x, B, C and a step a head; state and output."""
+    """Return the mixer of Mamba-2 by Megatron's sizes: z, x, B, C and a step a head; state and output.
+
+    It keeps its rows, and the output before and after the gate.
+    """
     inner = heads * head_dim
-    return Mixer(projected=2 * inner + 2 * groups * state_dim + heads, inner=inner, scan=2 * inner * state_dim)
+    projected = 2 * inner + 2 * groups * state_dim + heads
+    return Mixer(projected=projected, inner=inner, scan=2 * inner * state_dim, kept=projected + 2 * inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

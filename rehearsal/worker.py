@@ -28,7 +28,7 @@ import torch
 
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.simulate import memory
-from rehearsal import allowed, world
+from rehearsal import allowed, kernels, world
 from rehearsal.experts import Experts
 from rehearsal.task import Gpu, Task
 
@@ -93,6 +93,7 @@ def main() -> None:
     watch = Watch(task.gpu)
     store = world.install(task.world_size)
     # Imported once for all ranks.
+    kernels.install(watch.native.cuLaunchKernel)
     from megatron.core.tokenizers.text import text_tokenizer  # noqa: F401
     from megatron.training import training  # noqa: F401
 

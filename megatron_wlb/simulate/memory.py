@@ -102,13 +102,13 @@ def mlp_tensors(job: Job, part: str = EXPERTS) -> dict[str, Tensor]:
 
 
 def mixer_tensors(job: Job, mixer: Mixer) -> dict[str, Tensor]:
-    """Return what a gated delta net or Mamba keeps, and the norm; not compared with upstream's layers."""
+    """Return what a gated delta net or Mamba keeps, and the norm."""
     w = job.bytes_per_value / job.parallel.tp
     return {
         "norm": Tensor(2 * layer_input_bytes(job)),
         "dropout": Tensor(_mask_bytes(job)),
-        "projected, and after the convolution": Tensor(2 * w * mixer.projected),
-        "scanned, and after the gated norm": Tensor(2 * w * mixer.inner),
+        "kernels": Tensor(w * mixer.kept),
+        "output": Tensor(w * mixer.inner),
     }
 
 

@@ -32,7 +32,8 @@ std::map<uintptr_t, size_t> on_device, pinned;             // ranges by their be
 std::unordered_map<unsigned long long, size_t> physical;   // of the driver's virtual memory management
 thread_local int current = 0;
 
-constexpr size_t COPIED = 1 << 16;  // larger copies move nothing: their values are never looked at
+// Larger copies move nothing: their values are never looked at. Those to the device have the rows of micro-batches.
+constexpr size_t COPIED = 1 << 16, COPIED_TO_DEVICE = 1 << 24;
 
 void* reserve(size_t bytes) {
     void* p = mmap(nullptr, std::max<size_t>(bytes, 4096), PROT_READ | PROT_WRITE,
@@ -65,7 +66,8 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, 
                                         : cudaMemcpyDeviceToHost;
     }
     if (kind == cudaMemcpyDeviceToHost) record(COPY_TO_HOST, stream, 0, bytes, 0, 0, true);
-    if (bytes <= COPIED || kind == cudaMemcpyHostToHost) memmove(to, from, bytes);
+    size_t copied = kind == cudaMemcpyHostToDevice ? COPIED_TO_DEVICE : COPIED;
+    if (bytes <= copied || kind == cudaMemcpyHostToHost) memmove(to, from, bytes);
     else if (kind == cudaMemcpyDeviceToHost) memset(to, 0, bytes);
     return cudaSuccess;
 }

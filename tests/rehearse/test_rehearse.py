@@ -190,6 +190,33 @@ os._exit(0)  # as ranks do
     assert done.stdout.strip() == "(1, 8, 256, 128)"
 
 
+def test_kernels_of_triton_are_launched_and_not_compiled(tmp_path):
+    script = tmp_path / "kernels.py"
+    script.write_text("""
+import ctypes, os, torch, triton
+from rehearsal import kernels
+from rehearsal.task import GPUS
+from rehearsal.worker import Watch
+Watch(GPUS["h100"])
+launches = []
+kernels.install(lambda *given: launches.append(given) or ctypes.CDLL(None).cuLaunchKernel(*given))
+@triton.jit
+def plain(x, rows: triton.language.constexpr): no_such_name
+@triton.autotune([triton.Config({"rows": 4}), triton.Config({"rows": 8})], key=[])
+@triton.jit
+def tuned(x, rows: triton.language.constexpr): no_such_name
+x = torch.empty(8, device="cuda")
+plain[(1,)](x, rows=4)
+tuned[lambda chosen: (8 // chosen["rows"],)](x)
+print(len(launches), tuned.best_config.kwargs, flush=True)
+os._exit(0)
+""")
+    environment = os.environ | {"LD_PRELOAD": str(library() / "libcuda.so.1"), "LD_LIBRARY_PATH": str(library())}
+    environment["PYTHONPATH"] = os.getcwd()
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 {'rows': 4}"
+
+
 @pytest.mark.full
 def test_latent_attention_over_context_parallel_ranks_matches(tmp_path):
     job = [*JOB, "--context-parallel-size", "2", "--multi-latent-attention", "--qk-layernorm", "--q-lora-rank", "128"]

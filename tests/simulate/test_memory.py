@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.job import Parallel, Recompute
-from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.model import MODELS, ModelShape, gated_delta_net, mamba
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.split import Split
@@ -17,6 +17,7 @@ from megatron_wlb.simulate.memory import (
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
+    mixer_tensors,
     mlp_backward_bytes,
     most_kept,
     peak_bytes,
@@ -162,6 +163,24 @@ def test_what_attention_keeps_of_latents_by_hand():
     # Backward holds gradients, K and V again, theirs in fp32, and on top runs a kernel with dQ in fp32 of half of Q.
     held, every = row + 2 * (16 * 192 + 16 * 128 + keys), 4 * keys
     assert attention_backward_bytes(given) == held + 2 * every + 4 * every + (2 + 4) * 16 * 192 / 2 + 2 * every
+
+
+def test_what_linear_layers_keep_by_hand():
+    """By head sizes, as `benchmarks.memory` finds it of the kernels of flash-linear-attention."""
+    on_two = job(parallel=Parallel(tp=2, sequence_parallel=True))
+
+    def kept(mixer):
+        return sum(tensor.bytes for tensor in mixer_tensors(on_two, mixer).values())
+
+    norm, q, v = 2 * on_two.model.hidden_size / 2, 2048, 4096
+    rows = 2 * q + 2 * v + 2 * 32
+    of_net = rows + 2 * q + 2 * 4096 + v + 64 * 32 + (v + v + 2 * 2 * v) + v
+    net = gated_delta_net(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+    assert kept(net) == 2 * (norm + of_net / 2)
+    of_mamba = (2 * 4096 + 2 * 8 * 128 + 64) + 2 * 4096 + 4096
+    assert kept(mamba(heads=64, head_dim=64, groups=8, state_dim=128)) == 2 * (norm + of_mamba / 2)
+    alike = gated_delta_net(key_heads=32, value_heads=32, key_dim=128, value_dim=128)
+    assert alike.kept == (4 * v + 2 * 32) + 2 * v + v + 64 * 32 + 6 * v  # nothing is repeated
 
 
 @pytest.mark.parametrize(("tp", "etp", "largest"), [(1, 1, 3), (4, 4, 12), (4, 1, 4)])
