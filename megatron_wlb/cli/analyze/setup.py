@@ -115,7 +115,7 @@ class Setup:
         if model.delta_net or model.mamba:
             self.notes.append(
                 "Assumed of gated delta nets and Mamba layers: scans go at the rate of memory, and nothing overlaps "
-                "the exchange of their heads. Neither time nor memory of such layers has been compared with upstream's."
+                "the exchange of their heads. The time of such layers has not been compared with a measured one."
             )
         if model.attention_layers < model.num_layers and job.context_length < half:
             share = job.context_length / (job.context_length + half)
