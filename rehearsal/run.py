@@ -90,7 +90,7 @@ def _run(
     environment |= {"WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     environment["UB_SKIPMC"] = "1"  # TransformerEngine's user buffers without multicast
-    caches = ("TMPDIR", "TRITON_HOME", "HF_MODULES_CACHE", "HF_DATASETS_CACHE", "MPLCONFIGDIR")
+    caches = ("TMPDIR", "TORCH_EXTENSIONS_DIR", "TRITON_HOME", "HF_MODULES_CACHE", "HF_DATASETS_CACHE", "MPLCONFIGDIR")
     environment |= dict.fromkeys(caches, str(folder))
     given = folder / "task.json"
     given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, ranks=ranks, folder=str(folder))))
