@@ -1,8 +1,8 @@
 """Jobs rehearsed for an H100: their memory beside the predicted one, and whether the NCCL calls of all ranks match.
 
 Nothing of it was measured on a GPU: `megatron-rehearse` runs three steps of mock data over a stand-in for CUDA.
-Needs TransformerEngine with its extension of torch, flash-linear-attention, and about an hour of two cores. What --folder already has is not
-run again.
+Needs TransformerEngine with its extension of torch, flash-linear-attention, and about an hour of two cores. What
+--folder already has is not run again.
 """
 
 import json

@@ -280,11 +280,14 @@ class Run:
         seen |= {"allocated": self._most[0], "reserved": self._most[1]}
         if self._plan is not None:
             seen["tokens"] = [m.padded_tokens for m in self._plan.micro_batches]
-            seen["predicted"] = self._predicted()
+            seen["predicted"] = self._predicted(before["kept"])
         return seen
 
-    def _predicted(self) -> float:
-        """What the memory model says of the step that has run."""
+    def _predicted(self, kept: int) -> float:
+        """What the memory model says of the step that has run.
+
+        Of weights it takes what is `kept` if there are experts, of which a job knows those that a token goes to.
+        """
         from megatron.core import parallel_state
 
         job, plan, stage = self._job, self._plan, parallel_state.get_pipeline_model_parallel_rank()
@@ -293,7 +296,7 @@ class Run:
         exchanged = (moved_rows(m.shards, job.model.widest)[rank] for m in plan.micro_batches)
         moved = [(received / n, sent / n) for n, (received, sent) in zip(rows, exchanged, strict=True)]
         peak = memory.step_peak_bytes(job, stage, rows, moved)
-        return memory.weight_bytes(job, stage) + peak
+        return peak + (kept if job.model.moe_router_topk else memory.weight_bytes(job, stage))
 
 
 def _stats() -> dict[str, int]:
