@@ -39,10 +39,10 @@ from tests import worlds
 type Step = dict[str, Any]
 
 FOLDER = Path("demo")
-STEPS, SAVED, WARM = 28, 26, 2
+STEPS, SAVED, WARM = 24, 22, 2
 """Steps that are shown, the one that leaves a checkpoint, and those at the start that warm up."""
-ALIKE_STEPS = 8
-WINDOW = 6144
+ALIKE_STEPS = 6
+WINDOW = 4608
 SHAPE = "--hidden-size 64 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 128 --swiglu"
 WAYS = {
     "megatron": "--wlb --wlb-packing megatron --wlb-cp-sharding per-sequence",
