@@ -69,7 +69,7 @@ def shares(figure: Figure, edges: np.ndarray, shares: Mapping[str, np.ndarray], 
                   textcoords="offset points", fontsize=9)  # fmt: skip
     seen = np.flatnonzero(np.max(list(shares.values()), axis=0) > 1e-3)
     axes.set_xscale("log", base=2)
-    axes.set_xlim(edges[seen[0]], edges[-1] * 1.2)
+    axes.set_xlim(min(edges[seen[0]], window / 1.2), max(edges[-1], window) * 1.2)
     axes.margins(y=0.12)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:.0f}K" if x >= 1024 else f"{x:.0f}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

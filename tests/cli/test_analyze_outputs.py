@@ -15,8 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
+from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze.table import MOST_FACTS
 from megatron_wlb.cli.common import render
 from megatron_wlb.cli.main import main
@@ -107,6 +110,15 @@ def test_page(tmp_path, long, run, images):
     assert run != LARGE or found["flags"] in re.sub(r"\s*\\\n\s*", " ", page.text)
     assert f"data: {long.split()[-1]}" in page.text and found["date"] in page.text
     assert f"{found['schemes']['ours']['speedup']:.3f}" in page.text and "h100-cudnn" in page.text
+
+
+@pytest.mark.parametrize("window", [64, 1 << 20])
+def test_the_window_is_in_the_picture_whatever_the_lengths(window):
+    edges, share = np.array([512, 1024]), np.array([1.0])
+    figure = Figure()
+    pictures.shares(figure, edges, {"documents": share}, window, "share")
+    least, most = figure.axes[0].get_xlim()
+    assert least < min(window, 512) * 1.01 and max(window, 1024) < most
 
 
 def test_a_page_has_no_control_characters(tmp_path):
