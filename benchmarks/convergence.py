@@ -1,6 +1,6 @@
 """Does a model come out the same if documents may wait? The same GPT on the same text, policy by policy.
 
-    python -m benchmarks.convergence [--quick] [--seeds 8] [--jobs 2] [--logs FOLDER] [--report]
+    python -m benchmarks.convergence [--quick] [--seeds 8] [--logs FOLDER] [--report]
 
 One process trains all micro-batches of a step and sums their gradients, as any layout does
 (`tests/benchmarks/test_convergence.py` compares it with Megatron on 4 processes): only the steps in which pieces of
@@ -20,9 +20,7 @@ import copy
 import json
 import math
 import multiprocessing
-import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -222,7 +220,7 @@ def start(seed: int, scale: Scale, data: Row) -> Row:
 
 def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
     """Train one variant from the `state` that `start` left. Returns the log of the run."""
-    begin, job = time.time(), job_of(variant, scale)
+    job = job_of(variant, scale)
     held_out, validation = validated(data, scale)
     # Another order of documents than the start had, and the control yet another.
     train = ordered(data, scale, scale.global_batches, seed=seed + (2000 if variant == CONTROL else 1000))
@@ -240,15 +238,13 @@ def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
         if trainer.tokens * MEASUREMENTS // scale.tokens > before * MEASUREMENTS // scale.tokens:
             validations.append({"tokens": trainer.tokens, **trainer.validate(held_out, validation)})
     delays = sum((Counter(m.delays) for m in measured), Counter())
-    summary = metrics.summarise(measured)
     return {
         "variant": variant,
         "seed": seed,
         **common(scale, data),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "seconds": round(time.time() - begin, 1),
         "validation": validations,
-        "packing": {key: value for key, value in summary.items() if not key.startswith("plan_ms")},
+        "packing": metrics.summarise(measured),
         "tokens_by_delay": {str(delay): delays[delay] for delay in sorted(delays)},
         "steps": steps,
     }
@@ -275,33 +271,31 @@ def validated(data: Row, scale: Scale) -> tuple[Corpus, PackedBatch]:
     return cut(tokens, lengths, of).corpus, PackedBatch(documents=rows, bounds=bounds)
 
 
-def run_all(scale: Scale, logs: Path, seeds: int, variants: Sequence[str], jobs: int) -> None:
-    """Do the runs that `logs` lacks, `jobs` seeds at a time, each in a process and on a thread of its own."""
+def run_all(scale: Scale, logs: Path, seeds: int) -> None:
+    """Do the runs that `logs` lacks, two seeds at a time, each in a process and on a thread of its own."""
     logs.mkdir(parents=True, exist_ok=True)
     text(scale)  # made once
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(run_seed, scale, logs, seed + 1, variants) for seed in range(seeds)]:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in [pool.submit(run_seed, scale, logs, seed + 1) for seed in range(seeds)]:
             future.result()
 
 
-def run_seed(scale: Scale, logs: Path, seed: int, variants: Sequence[str]) -> None:
+def run_seed(scale: Scale, logs: Path, seed: int) -> None:
     """Do the missing runs of a seed. Raises ValueError for a log of other settings, rather than overwrite it."""
     torch.set_num_threads(1)
     data, state = text(scale), None
-    for variant in variants:
+    for variant in VARIANTS:
         path = logs / f"{variant}-{seed}.json"
         if path.exists():
             log, wanted = json.loads(path.read_text()), common(scale, data)
             if different := [key for key in wanted if log[key] != wanted[key]]:
-                what = " and ".join(different)
-                raise ValueError(f"{path} is of another {what}; give --logs of its own, or delete it")
+                raise ValueError(f"{path} is of another {different[0]}; give --logs of its own, or delete it")
             continue
         state = state or start(seed, scale, data)
         log = run(variant, seed, scale, data, copy.deepcopy(state))
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
         results.write_whole(path, f"{{\n{lines}\n}}\n")
-        loss = log["validation"][-1]["all"]
-        print(f"{path.stem}: validation loss {loss:.4f} after {log['seconds']:.0f} s", flush=True)
+        print(f"{path.stem}: validation loss {log['validation'][-1]['all']:.4f}", flush=True)
 
 
 def text(scale: Scale) -> Row:
@@ -312,8 +306,6 @@ def text(scale: Scale) -> Row:
 def main() -> None:
     parser = results.parser(__doc__, "a tiny model on little text, to see that it all runs")
     parser.add_argument("--seeds", type=int, default=8, help="seeds 1 to this; default: %(default)s")
-    parser.add_argument("--jobs", type=int, default=2, help="seeds side by side; default: %(default)s")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the runs; default: the report's")
     parser.add_argument("--report", action="store_true", help="run nothing, report over the logs that are there")
     args = parser.parse_args()
@@ -321,7 +313,7 @@ def main() -> None:
     usual = ROOT / "demo/convergence-quick" if args.quick else results.FOLDER / "convergence" / scale.name
     folder = args.logs or usual
     if not args.report:
-        run_all(scale, folder, args.seeds, args.variants, args.jobs)
+        run_all(scale, folder, args.seeds)
     convergence_report.report(args, convergence_report.read(folder))
 
 
