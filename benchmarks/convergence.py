@@ -24,7 +24,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
 from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
 from benchmarks.corpus import load
 from benchmarks.fixed import FixedPacking
+from benchmarks.lengths import S_MAX
 from benchmarks.results import ROOT, Row
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.documents import PackedBatch
@@ -73,13 +74,7 @@ class Scale:
     """Tokens of a run, in global batches of N * C; the learning rate falls to 0 along a cosine."""
     validation_tokens: int
     learning_rate: float
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
     pivot_bytes: int
-    held_out_share: float = 0.06
-    max_tokens_over_window: float = 1.25
-    """S_max."""
     crossover_over_window: float = 51_200 / 131_072
     """Lc of a 7B model on H100 over 128K: work is judged as there, not by this small model."""
 
@@ -135,7 +130,7 @@ def job_of(variant: str, scale: Scale) -> Job:
         parallel=Parallel(dp=scale.dp, pp=scale.pp),
         context_length=scale.context_length,
         global_batch_size=scale.global_batch_size,
-        max_tokens=round(scale.max_tokens_over_window * scale.context_length),
+        max_tokens=round(S_MAX * scale.context_length),
         crossover_tokens=round(scale.crossover_over_window * scale.context_length),
         packing=PACKINGS[variant],
     )
@@ -163,22 +158,14 @@ class Trainer:
     """A model, its optimizer, and the clock of the learning rate: trained tokens, below 0 before the comparison."""
 
     def __init__(self, scale: Scale, corpus: Corpus, seed: int) -> None:
-        self._scale, self._corpus = scale, corpus
+        self._scale, self.corpus = scale, corpus
         options = AttentionOptions(backend=get_backend("auto", CPU))
         self.model = Gpt(scale.shape, attention=options, max_positions=scale.context_length, seed=seed)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() != 2]
-        groups = [{"params": matrices, "weight_decay": scale.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=scale.betas)
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
         self.tokens = -scale.start_tokens
-
-    def state(self) -> Row:
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "tokens": self.tokens}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.tokens = state["tokens"]
 
     def step(self, packing: PackedBatch) -> tuple[float, float]:
         """Train one step; returns the mean loss of its tokens and the norm of the gradient before it is clipped."""
@@ -187,8 +174,8 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad()
-        loss = accumulate(self.model, self._corpus, packing)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._scale.clip))
+        loss = accumulate(self.model, self.corpus, packing)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
         self._optimizer.step()
         self.tokens += tokens
         return loss, norm
@@ -209,23 +196,22 @@ def learning_rate(tokens: float, scale: Scale) -> float:
     return scale.learning_rate * 0.5 * (1 + math.cos(math.pi * min(tokens / scale.tokens, 1.0)))
 
 
-def start(seed: int, scale: Scale, data: Row) -> Row:
-    """State of the trainer that all variants continue from."""
+def start(seed: int, scale: Scale, data: Row) -> Trainer:
+    """The trainer that all variants continue from."""
     train = ordered(data, scale, scale.start_batches, seed=seed)
     packer, trainer = Packer(train.samples, job_of(BASELINE, scale)), Trainer(scale, train.corpus, seed)
     while trainer.tokens < 0:
         trainer.step(packer.next().batch)
-    return trainer.state()
+    return trainer
 
 
-def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
-    """Train one variant from the `state` that `start` left. Returns the log of the run."""
+def run(variant: str, seed: int, scale: Scale, data: Row, trainer: Trainer) -> Row:
+    """Train one variant with a copy of the trainer that `start` left. Returns the log of the run."""
     job = job_of(variant, scale)
     held_out, validation = validated(data, scale)
     # Another order of documents than the start had, and the control yet another.
     train = ordered(data, scale, scale.global_batches, seed=seed + (2000 if variant == CONTROL else 1000))
-    packer, trainer = Packer(train.samples, job), Trainer(scale, train.corpus, seed)
-    trainer.load(state)
+    packer, trainer.corpus = Packer(train.samples, job), train.corpus
     steps: dict[str, list[float]] = {key: [] for key in ("tokens", "loss", "gradient_norm", "imbalance", "long_tokens")}
     measured, validations = [], [{"tokens": 0, **trainer.validate(held_out, validation)}]
     while trainer.tokens < scale.tokens:
@@ -283,7 +269,7 @@ def run_all(scale: Scale, logs: Path, seeds: int) -> None:
 def run_seed(scale: Scale, logs: Path, seed: int) -> None:
     """Do the missing runs of a seed. Raises ValueError for a log of other settings, rather than overwrite it."""
     torch.set_num_threads(1)
-    data, state = text(scale), None
+    data, started = text(scale), None
     for variant in VARIANTS:
         path = logs / f"{variant}-{seed}.json"
         if path.exists():
@@ -291,16 +277,16 @@ def run_seed(scale: Scale, logs: Path, seed: int) -> None:
             if different := [key for key in wanted if log[key] != wanted[key]]:
                 raise ValueError(f"{path} is of another {different[0]}; give --logs of its own, or delete it")
             continue
-        state = state or start(seed, scale, data)
-        log = run(variant, seed, scale, data, copy.deepcopy(state))
+        started = started or start(seed, scale, data)
+        log = run(variant, seed, scale, data, copy.deepcopy(started))
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
         results.write_whole(path, f"{{\n{lines}\n}}\n")
         print(f"{path.stem}: validation loss {log['validation'][-1]['all']:.4f}", flush=True)
 
 
 def text(scale: Scale) -> Row:
-    sizes = {"pivot_bytes": scale.pivot_bytes, "held_out_share": scale.held_out_share}
-    return load(ROOT / f"demo/data/convergence-{scale.name}.npz", vocab_size=scale.shape.vocab_size, **sizes)
+    path = ROOT / f"demo/data/convergence-{scale.name}.npz"
+    return load(path, vocab_size=scale.shape.vocab_size, pivot_bytes=scale.pivot_bytes)
 
 
 def main() -> None:
