@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks import convergence_report, metrics, results
-from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
+from benchmarks.convergence_model import Corpus, Gpt, accumulate
 from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
 from benchmarks.corpus import load
 from benchmarks.fixed import FixedPacking
@@ -39,7 +39,7 @@ from benchmarks.results import ROOT, Row
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Packing, Parallel
-from megatron_wlb.model import MODELS
+from megatron_wlb.model import MODELS, ModelShape, shape
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
@@ -61,7 +61,7 @@ class Scale:
     """The settings that all runs of a report share."""
 
     name: str
-    shape: Shape
+    shape: ModelShape
     context_length: int
     global_batch_size: int = 8
     """N, in windows."""
@@ -79,21 +79,17 @@ class Scale:
     """Lc of a 7B model on H100 over 128K: work is judged as there, not by this small model."""
 
     @property
-    def batch_tokens(self) -> int:
-        return self.global_batch_size * self.context_length
-
-    @property
     def start_tokens(self) -> int:
-        return self.start_batches * self.batch_tokens
+        return self.start_batches * self.global_batch_size * self.context_length
 
     @property
     def tokens(self) -> int:
-        return self.global_batches * self.batch_tokens
+        return self.global_batches * self.global_batch_size * self.context_length
 
 
 REPORT = Scale(
     name="windows",
-    shape=Shape(num_layers=3, hidden_size=128, ffn_hidden_size=384, num_heads=2, vocab_size=1024),
+    shape=shape(3, 128, 384, 2, 2, 1024, kv_channels=64),
     context_length=4096,
     start_batches=40,
     global_batches=92,
@@ -104,7 +100,7 @@ REPORT = Scale(
 QUICK = replace(
     REPORT,
     name="quick",
-    shape=Shape(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_heads=2, vocab_size=512),
+    shape=shape(2, 64, 128, 2, 2, 512, kv_channels=32),
     context_length=1024,
     start_batches=4,
     global_batches=20,
@@ -286,7 +282,7 @@ def run_seed(scale: Scale, logs: Path, seed: int) -> None:
 
 def text(scale: Scale) -> Row:
     path = ROOT / f"demo/data/convergence-{scale.name}.npz"
-    return load(path, vocab_size=scale.shape.vocab_size, pivot_bytes=scale.pivot_bytes)
+    return load(path, vocab_size=scale.shape.padded_vocab_size, pivot_bytes=scale.pivot_bytes)
 
 
 def main() -> None:

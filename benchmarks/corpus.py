@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +95,14 @@ def _make(*, vocab_size: int, pivot_bytes: int) -> dict[str, np.ndarray]:
 def _files() -> Iterator[tuple[str, Path]]:
     """The files, by names that do not depend on where packages are installed.
 
-    Raises ValueError if a package is missing or of another version.
+    Raises ValueError if a package is of another version, PackageNotFoundError if it is missing.
     """
     wanted = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
     for package in PACKAGES:
-        try:
-            found = distribution(package)
-            version = found.version
-        except PackageNotFoundError:
-            version = "missing"
-        if version != wanted[package]:
-            raise ValueError(
-                f"the text is of {package} {wanted[package]}, which is {version} here; install {CONSTRAINTS.name}"
-            )
+        found = distribution(package)
+        if found.version != wanted[package]:
+            said = f"the text is of {package} {wanted[package]}, which is {found.version} here"
+            raise ValueError(f"{said}; install {CONSTRAINTS.name}")
         for path in sorted(str(file) for file in found.files or () if file.suffix == ".py"):
             yield f"{package}/{path}", Path(str(found.locate_file(path)))
 

@@ -118,14 +118,9 @@ def main() -> None:
         jobs = [name for name in JOBS if name.startswith("experts") or not args.quick]
         rows = [row for job in jobs for row in rehearsed(job, folder)]
     results.show(rows)
-    settings = {
-        "gpu_gib": CARD,
-        "steps": STEPS,
-        "attention": "aten",
-        "data": "mock, F2",
-        "run": "ranks of a stage that ran; calls of all that ran were played together, others taken to be alike",
-        "nccl_calls": "of the last step",
-    }
+    ran = "ranks of a stage that ran; calls of all that ran were played together, others taken to be alike"
+    settings = {"gpu_gib": CARD, "steps": STEPS, "attention": "aten", "data": "mock, F2", "run": ran}
+    settings["nccl_calls"] = "of the last step"
     results.finish(args, "memory", settings=settings, rows=rows, goals=goals(rows))
 
 
