@@ -20,8 +20,6 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 PACKAGES = ("numpy", "scipy", "torch", "megatron-core", "transformer-engine", "flash-attn", "triton")
-
-
 Goal = dict[str, Any]
 """A number that a benchmark set out to reach; one that is missed stays in the file as missed."""
 

@@ -20,8 +20,7 @@ def install(launch: Callable[..., Any]) -> None:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(kernel, autotuner.Autotuner):
             kernel.best_config = kernel.configs[0]  # which callers read
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        launch(None, *6 * [1], 0, stream, None, None)
+        launch(None, *6 * [1], 0, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), None, None)
 
     jit.JITFunction.run = autotuner.Autotuner.run = run
     with contextlib.suppress(ImportError):
