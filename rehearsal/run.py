@@ -74,8 +74,7 @@ def _run(task: Task, ranks: Sequence[int], folder: Path) -> Generator[tuple[int,
     environment |= {"WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     caches = ("TMPDIR", "TORCH_EXTENSIONS_DIR", "TRITON_HOME", "HF_MODULES_CACHE", "HF_DATASETS_CACHE", "MPLCONFIGDIR")
-    # TransformerEngine's user buffers without multicast.
-    environment |= dict.fromkeys(caches, str(folder)) | {"UB_SKIPMC": "1"}
+    environment |= dict.fromkeys(caches, str(folder)) | {"UB_SKIPMC": "1"}  # TransformerEngine without multicast
     given = folder / "task.json"
     given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, ranks=ranks, folder=str(folder))))
     # -P: nothing that happens to lie in this folder is imported.
