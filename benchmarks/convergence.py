@@ -1,6 +1,6 @@
 """Does a model come out the same if documents may wait? The same GPT on the same text, policy by policy.
 
-    python -m benchmarks.convergence [--quick] [--seeds 8] [--jobs 2] [--logs FOLDER] [--report]
+    python -m benchmarks.convergence [--quick] [--seeds 8] [--logs FOLDER] [--report]
 
 One process trains all micro-batches of a step and sums their gradients, as any layout does
 (`tests/benchmarks/test_convergence.py` compares it with Megatron on 4 processes): only the steps in which pieces of
@@ -20,27 +20,26 @@ import copy
 import json
 import math
 import multiprocessing
-import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks import convergence_report, metrics, results
-from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
+from benchmarks.convergence_model import Corpus, Gpt, accumulate
 from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
 from benchmarks.corpus import load
 from benchmarks.fixed import FixedPacking
+from benchmarks.lengths import S_MAX
 from benchmarks.results import ROOT, Row
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Packing, Parallel
-from megatron_wlb.model import MODELS
+from megatron_wlb.model import MODELS, ModelShape, shape
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
@@ -62,7 +61,7 @@ class Scale:
     """The settings that all runs of a report share."""
 
     name: str
-    shape: Shape
+    shape: ModelShape
     context_length: int
     global_batch_size: int = 8
     """N, in windows."""
@@ -75,32 +74,22 @@ class Scale:
     """Tokens of a run, in global batches of N * C; the learning rate falls to 0 along a cosine."""
     validation_tokens: int
     learning_rate: float
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
     pivot_bytes: int
-    held_out_share: float = 0.06
-    max_tokens_over_window: float = 1.25
-    """S_max."""
     crossover_over_window: float = 51_200 / 131_072
     """Lc of a 7B model on H100 over 128K: work is judged as there, not by this small model."""
 
     @property
-    def batch_tokens(self) -> int:
-        return self.global_batch_size * self.context_length
-
-    @property
     def start_tokens(self) -> int:
-        return self.start_batches * self.batch_tokens
+        return self.start_batches * self.global_batch_size * self.context_length
 
     @property
     def tokens(self) -> int:
-        return self.global_batches * self.batch_tokens
+        return self.global_batches * self.global_batch_size * self.context_length
 
 
 REPORT = Scale(
     name="windows",
-    shape=Shape(num_layers=3, hidden_size=128, ffn_hidden_size=384, num_heads=2, vocab_size=1024),
+    shape=shape(3, 128, 384, 2, 2, 1024, kv_channels=64),
     context_length=4096,
     start_batches=40,
     global_batches=92,
@@ -111,7 +100,7 @@ REPORT = Scale(
 QUICK = replace(
     REPORT,
     name="quick",
-    shape=Shape(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_heads=2, vocab_size=512),
+    shape=shape(2, 64, 128, 2, 2, 512, kv_channels=32),
     context_length=1024,
     start_batches=4,
     global_batches=20,
@@ -137,7 +126,7 @@ def job_of(variant: str, scale: Scale) -> Job:
         parallel=Parallel(dp=scale.dp, pp=scale.pp),
         context_length=scale.context_length,
         global_batch_size=scale.global_batch_size,
-        max_tokens=round(scale.max_tokens_over_window * scale.context_length),
+        max_tokens=round(S_MAX * scale.context_length),
         crossover_tokens=round(scale.crossover_over_window * scale.context_length),
         packing=PACKINGS[variant],
     )
@@ -165,22 +154,14 @@ class Trainer:
     """A model, its optimizer, and the clock of the learning rate: trained tokens, below 0 before the comparison."""
 
     def __init__(self, scale: Scale, corpus: Corpus, seed: int) -> None:
-        self._scale, self._corpus = scale, corpus
+        self._scale, self.corpus = scale, corpus
         options = AttentionOptions(backend=get_backend("auto", CPU))
         self.model = Gpt(scale.shape, attention=options, max_positions=scale.context_length, seed=seed)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() != 2]
-        groups = [{"params": matrices, "weight_decay": scale.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=scale.betas)
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
         self.tokens = -scale.start_tokens
-
-    def state(self) -> Row:
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "tokens": self.tokens}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.tokens = state["tokens"]
 
     def step(self, packing: PackedBatch) -> tuple[float, float]:
         """Train one step; returns the mean loss of its tokens and the norm of the gradient before it is clipped."""
@@ -189,8 +170,8 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad()
-        loss = accumulate(self.model, self._corpus, packing)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._scale.clip))
+        loss = accumulate(self.model, self.corpus, packing)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
         self._optimizer.step()
         self.tokens += tokens
         return loss, norm
@@ -211,23 +192,22 @@ def learning_rate(tokens: float, scale: Scale) -> float:
     return scale.learning_rate * 0.5 * (1 + math.cos(math.pi * min(tokens / scale.tokens, 1.0)))
 
 
-def start(seed: int, scale: Scale, data: Row) -> Row:
-    """State of the trainer that all variants continue from."""
+def start(seed: int, scale: Scale, data: Row) -> Trainer:
+    """The trainer that all variants continue from."""
     train = ordered(data, scale, scale.start_batches, seed=seed)
     packer, trainer = Packer(train.samples, job_of(BASELINE, scale)), Trainer(scale, train.corpus, seed)
     while trainer.tokens < 0:
         trainer.step(packer.next().batch)
-    return trainer.state()
+    return trainer
 
 
-def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
-    """Train one variant from the `state` that `start` left. Returns the log of the run."""
-    begin, job = time.time(), job_of(variant, scale)
+def run(variant: str, seed: int, scale: Scale, data: Row, trainer: Trainer) -> Row:
+    """Train one variant with a copy of the trainer that `start` left. Returns the log of the run."""
+    job = job_of(variant, scale)
     held_out, validation = validated(data, scale)
     # Another order of documents than the start had, and the control yet another.
     train = ordered(data, scale, scale.global_batches, seed=seed + (2000 if variant == CONTROL else 1000))
-    packer, trainer = Packer(train.samples, job), Trainer(scale, train.corpus, seed)
-    trainer.load(state)
+    packer, trainer.corpus = Packer(train.samples, job), train.corpus
     steps: dict[str, list[float]] = {key: [] for key in ("tokens", "loss", "gradient_norm", "imbalance", "long_tokens")}
     measured, validations = [], [{"tokens": 0, **trainer.validate(held_out, validation)}]
     while trainer.tokens < scale.tokens:
@@ -240,15 +220,13 @@ def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
         if trainer.tokens * MEASUREMENTS // scale.tokens > before * MEASUREMENTS // scale.tokens:
             validations.append({"tokens": trainer.tokens, **trainer.validate(held_out, validation)})
     delays = sum((Counter(m.delays) for m in measured), Counter())
-    summary = metrics.summarise(measured)
     return {
         "variant": variant,
         "seed": seed,
         **common(scale, data),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "seconds": round(time.time() - begin, 1),
         "validation": validations,
-        "packing": {key: value for key, value in summary.items() if not key.startswith("plan_ms")},
+        "packing": metrics.summarise(measured),
         "tokens_by_delay": {str(delay): delays[delay] for delay in sorted(delays)},
         "steps": steps,
     }
@@ -275,45 +253,41 @@ def validated(data: Row, scale: Scale) -> tuple[Corpus, PackedBatch]:
     return cut(tokens, lengths, of).corpus, PackedBatch(documents=rows, bounds=bounds)
 
 
-def run_all(scale: Scale, logs: Path, seeds: int, variants: Sequence[str], jobs: int) -> None:
-    """Do the runs that `logs` lacks, `jobs` seeds at a time, each in a process and on a thread of its own."""
+def run_all(scale: Scale, logs: Path, seeds: int) -> None:
+    """Do the runs that `logs` lacks, two seeds at a time, each in a process and on a thread of its own."""
     logs.mkdir(parents=True, exist_ok=True)
     text(scale)  # made once
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(run_seed, scale, logs, seed + 1, variants) for seed in range(seeds)]:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in [pool.submit(run_seed, scale, logs, seed + 1) for seed in range(seeds)]:
             future.result()
 
 
-def run_seed(scale: Scale, logs: Path, seed: int, variants: Sequence[str]) -> None:
+def run_seed(scale: Scale, logs: Path, seed: int) -> None:
     """Do the missing runs of a seed. Raises ValueError for a log of other settings, rather than overwrite it."""
     torch.set_num_threads(1)
-    data, state = text(scale), None
-    for variant in variants:
+    data, started = text(scale), None
+    for variant in VARIANTS:
         path = logs / f"{variant}-{seed}.json"
         if path.exists():
             log, wanted = json.loads(path.read_text()), common(scale, data)
             if different := [key for key in wanted if log[key] != wanted[key]]:
-                what = " and ".join(different)
-                raise ValueError(f"{path} is of another {what}; give --logs of its own, or delete it")
+                raise ValueError(f"{path} is of another {different[0]}; give --logs of its own, or delete it")
             continue
-        state = state or start(seed, scale, data)
-        log = run(variant, seed, scale, data, copy.deepcopy(state))
+        started = started or start(seed, scale, data)
+        log = run(variant, seed, scale, data, copy.deepcopy(started))
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
         results.write_whole(path, f"{{\n{lines}\n}}\n")
-        loss = log["validation"][-1]["all"]
-        print(f"{path.stem}: validation loss {loss:.4f} after {log['seconds']:.0f} s", flush=True)
+        print(f"{path.stem}: validation loss {log['validation'][-1]['all']:.4f}", flush=True)
 
 
 def text(scale: Scale) -> Row:
-    sizes = {"pivot_bytes": scale.pivot_bytes, "held_out_share": scale.held_out_share}
-    return load(ROOT / f"demo/data/convergence-{scale.name}.npz", vocab_size=scale.shape.vocab_size, **sizes)
+    path = ROOT / f"demo/data/convergence-{scale.name}.npz"
+    return load(path, vocab_size=scale.shape.padded_vocab_size, pivot_bytes=scale.pivot_bytes)
 
 
 def main() -> None:
     parser = results.parser(__doc__, "a tiny model on little text, to see that it all runs")
     parser.add_argument("--seeds", type=int, default=8, help="seeds 1 to this; default: %(default)s")
-    parser.add_argument("--jobs", type=int, default=2, help="seeds side by side; default: %(default)s")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the runs; default: the report's")
     parser.add_argument("--report", action="store_true", help="run nothing, report over the logs that are there")
     args = parser.parse_args()
@@ -321,7 +295,7 @@ def main() -> None:
     usual = ROOT / "demo/convergence-quick" if args.quick else results.FOLDER / "convergence" / scale.name
     folder = args.logs or usual
     if not args.report:
-        run_all(scale, folder, args.seeds, args.variants, args.jobs)
+        run_all(scale, folder, args.seeds)
     convergence_report.report(args, convergence_report.read(folder))
 
 

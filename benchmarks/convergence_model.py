@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
+from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.samples import Windows
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
@@ -24,17 +25,6 @@ from megatron_wlb.sharding import select
 ROTARY_BASE = 10_000.0
 LOSS_ROWS = 1024
 """Logits exist for this many rows at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of a model."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +71,13 @@ class Corpus:
 class Gpt(nn.Module):
     """Decoder-only transformer; weights are drawn from `seed`."""
 
-    def __init__(self, shape: Shape, *, attention: AttentionOptions, max_positions: int, seed: int) -> None:
+    def __init__(self, shape: ModelShape, *, attention: AttentionOptions, max_positions: int, seed: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.embedding = nn.Embedding(shape.padded_vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape, attention) for _ in range(shape.num_layers))
         self.final_layernorm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
-        self.output_layer = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        self.register_buffer("rotary", rotary_table(max_positions, shape.hidden_size // shape.num_heads), False)
+        self.output_layer = nn.Linear(shape.hidden_size, shape.padded_vocab_size, bias=False)
+        self.register_buffer("rotary", rotary_table(max_positions, shape.kv_channels), False)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -107,9 +97,9 @@ class Gpt(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape, attention: AttentionOptions) -> None:
+    def __init__(self, shape: ModelShape, attention: AttentionOptions) -> None:
         super().__init__()
-        hidden, self._heads, self._attention = shape.hidden_size, shape.num_heads, attention
+        hidden, self._heads, self._attention = shape.hidden_size, shape.num_attention_heads, attention
         ffn = shape.ffn_hidden_size
         self.input_layernorm = nn.RMSNorm(hidden, eps=1e-5)
         self.linear_qkv = nn.Linear(hidden, 3 * hidden, bias=False)

@@ -45,11 +45,15 @@ def read(folder: Path) -> list[Row]:
 
 
 def compare(logs: list[Row]) -> list[Row]:
-    """One row for each variant; differences are to the baseline with the same seed, in percent of its loss."""
-    runs: dict[str, dict[int, Row]] = {}
-    for log in logs:
-        runs.setdefault(log["variant"], {})[log["seed"]] = log
-    return [_row(name, by_seed, runs.get(BASELINE, {})) for name, by_seed in runs.items()]
+    """One row for each variant; differences are to the baseline with the same seed, in percent of its loss.
+
+    Variants of which fewer than two seeds have finished, beside the baseline, are left out.
+    """
+    runs: dict[str, dict[int, Row]] = {BASELINE: {}}
+    for log in logs:  # the baseline's come first
+        if log["variant"] == BASELINE or log["seed"] in runs[BASELINE]:
+            runs.setdefault(log["variant"], {})[log["seed"]] = log
+    return [_row(name, by_seed, runs[BASELINE]) for name, by_seed in runs.items() if len(by_seed) > 1]
 
 
 def _row(name: str, runs: dict[int, Row], baseline: dict[int, Row]) -> Row:
@@ -67,28 +71,24 @@ def _row(name: str, runs: dict[int, Row], baseline: dict[int, Row]) -> Row:
         "max_delay_steps": max(p["max_delay_steps"] for p in packings),
         "long_share_with_tokens": mean(map(_long_share_with_tokens, runs.values())),
     }
-    paired = sorted(runs.keys() & baseline.keys()) if name != BASELINE else []
-    for key, measure in (("difference", "all"), ("difference_long", "long")):
-        percent = [100 * (_final(runs[s], measure) / _final(baseline[s], measure) - 1) for s in paired]
-        row[f"{key}_percent"], row[f"{key}_half_width"] = interval(percent)
-        row[f"{key}_of_seeds"] = percent
-    row["difference_std"] = float(np.std(row["difference_of_seeds"], ddof=1)) if len(paired) > 1 else None
-    row["equivalence_p"] = equivalence(row["difference_of_seeds"], MARGIN_PERCENT)
+    if name != BASELINE:
+        for key, measure in (("difference", "all"), ("difference_long", "long")):
+            ratios = [_final(runs[seed], measure) / _final(baseline[seed], measure) for seed in sorted(runs)]
+            percent = [100 * (ratio - 1) for ratio in ratios]
+            row[f"{key}_percent"], row[f"{key}_half_width"] = float(np.mean(percent)), half_width(percent)
+            row[f"{key}_of_seeds"] = percent
+        row["difference_std"] = float(np.std(row["difference_of_seeds"], ddof=1))
+        row["equivalence_p"] = equivalence(row["difference_of_seeds"], MARGIN_PERCENT)
     return row
 
 
-def interval(values: list[float]) -> tuple[float | None, float | None]:
-    """Mean and half the width of its 95 % interval (Student's t); None where there are too few values."""
-    mean = float(np.mean(values)) if values else None
-    if len(values) < 2:
-        return mean, None
-    return mean, float(stats.sem(values)) * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+def half_width(values: list[float]) -> float:
+    """Half the width of the 95 % interval of the mean (Student's t)."""
+    return float(stats.sem(values)) * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
 
 
-def equivalence(values: list[float], margin: float) -> float | None:
-    """p of two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987); None for too few values."""
-    if len(values) < 2:
-        return None
+def equivalence(values: list[float], margin: float) -> float:
+    """p of two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987)."""
     sides = (-margin, "greater"), (margin, "less")
     return max(float(stats.ttest_1samp(values, edge, alternative=side).pvalue) for edge, side in sides)
 
@@ -110,23 +110,21 @@ def _final(log: Row, measure: str) -> float:
     return float(log["validation"][-1][measure])
 
 
+def _compared(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["variant"] != BASELINE]
+
+
 def verdicts(rows: list[Row]) -> list[str]:
     """The outcome of the intervals and tests, a sentence for each variant."""
     sentences = []
-    for row in rows:
+    for row in _compared(rows):
         name, mean, half = row["variant"], row["difference_percent"], row["difference_half_width"]
-        if name == BASELINE:
-            continue
-        count = len(row["difference_of_seeds"])
-        if half is None:
-            sentences.append(f"`{name}`: {count} seed(s) to compare with `{BASELINE}`, which decides nothing.")
-            continue
         found = [] if abs(mean) <= half else ["worse" if mean > 0 else "better"]
         if row["equivalence_p"] <= 1 - CONFIDENCE:
             found.append(f"equivalent within {MARGIN_PERCENT} %")
         sentences.append(
             f"`{name}`: {' and '.join(found) or 'open, neither different nor equivalent'} (p of equivalence "
-            f"{row['equivalence_p']:.2g}, {count} seeds)."
+            f"{row['equivalence_p']:.2g}, {len(row['difference_of_seeds'])} seeds)."
         )
     return sentences
 
@@ -134,11 +132,10 @@ def verdicts(rows: list[Row]) -> list[str]:
 def goals(rows: list[Row]) -> list[results.Goal]:
     """Every interval is narrow enough to decide, and the judged variants are equivalent to the baseline."""
     wanted = []
-    for row in rows:
-        if row["difference_half_width"] is not None:
-            name = f"{row['variant']}: half of the 95 % interval of the difference to {BASELINE}, percent of the loss"
-            wanted.append(results.at_most(name, row["difference_half_width"], HALF_WIDTH_PERCENT))
-        if row["variant"] in ("wlb", "delay") and row["equivalence_p"] is not None:
+    for row in _compared(rows):
+        name = f"{row['variant']}: half of the 95 % interval of the difference to {BASELINE}, percent of the loss"
+        wanted.append(results.at_most(name, row["difference_half_width"], HALF_WIDTH_PERCENT))
+        if row["variant"] in ("wlb", "delay"):
             name = f"{row['variant']}: p of the two one-sided tests within {MARGIN_PERCENT} % of {BASELINE}"
             wanted.append(results.at_most(name, row["equivalence_p"], round(1 - CONFIDENCE, 2)))
     return wanted
@@ -156,18 +153,15 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def _with_error(row: Row, key: str) -> str:
-    mean, half = row[f"{key}_percent"], row[f"{key}_half_width"]
-    if mean is None:
-        return ""
-    return f"{mean:+.2f}" if half is None else f"{mean:+.2f} ± {half:.2f}"
+    return "" if row["variant"] == BASELINE else f"{row[f'{key}_percent']:+.2f} ± {row[f'{key}_half_width']:.2f}"
 
 
 def report(args: Namespace, logs: list[Row]) -> None:
     """Print the comparison, and write it with its picture."""
-    if not logs:
-        print("no run has finished")
-        return
     rows = compare(logs)
+    if len(rows) < 2:
+        print("fewer than two seeds have finished")
+        return
     cells = [{name: column(row) for name, column in _COLUMNS.items()} for row in rows]
     results.show([{"policy": row["variant"]} | cell for row, cell in zip(rows, cells, strict=True)], width=200)
     print(*verdicts(rows), sep="\n")
@@ -201,21 +195,19 @@ def page(data: Row) -> str:
 
 def _resolution(rows: list[Row]) -> list[str]:
     """The least difference that these runs could have shown, and the difference without a cause."""
-    by_name, lines = {row["variant"]: row for row in rows}, []
-    halves = [row["difference_half_width"] for row in rows if row["difference_half_width"] is not None]
-    noise, losses = by_name.get(CONTROL, {}).get("difference_std"), by_name.get(BASELINE, {}).get("loss_of_seeds", [])
-    if noise is not None:
-        lines.append(
-            f"- Noise: two orders of the same documents under `{BASELINE}` end {noise:.2f} % apart (standard deviation "
+    (baseline,), others = ([row for row in rows if (row["variant"] == BASELINE) is is_it] for is_it in (True, False))
+    noise = [row["difference_std"] for row in others if row["variant"] == CONTROL]
+    halves, losses = [row["difference_half_width"] for row in others], baseline["loss_of_seeds"]
+    enough = "enough" if max(halves) <= HALF_WIDTH_PERCENT else "not enough yet"
+    return [
+        *(
+            f"- Noise: two orders of the same documents under `{BASELINE}` end {each:.2f} % apart (standard deviation "
             f"over seeds), and `{BASELINE}` itself {100 * (max(losses) / min(losses) - 1):.2f} % between its seeds."
-        )
-    if halves:
-        enough = "enough" if max(halves) <= HALF_WIDTH_PERCENT else "not enough yet"
-        lines.append(
-            f"- Seeds: the intervals reach {min(halves):.2f} to {max(halves):.2f} % to either side; "
-            f"{HALF_WIDTH_PERCENT} % is the goal, so there are {enough}."
-        )
-    return lines
+            for each in noise
+        ),
+        f"- Seeds: the intervals reach {min(halves):.2f} to {max(halves):.2f} % to either side; "
+        f"{HALF_WIDTH_PERCENT} % is the goal, so there are {enough}.",
+    ]
 
 
 def draw(logs: list[Row], rows: list[Row], folder: Path) -> Path:
@@ -231,7 +223,7 @@ def draw(logs: list[Row], rows: list[Row], folder: Path) -> Path:
     left.set(xlabel="trained tokens (millions)", ylabel=f"validation loss (mean of {len(shared)} seeds)", yscale="log")
     left.yaxis.set_minor_formatter(lambda value, _: f"{value:.1f}")
     left.legend(frameon=False, fontsize=8)
-    compared = [row for row in reversed(rows) if row["difference_percent"] is not None]
+    compared = _compared(rows)[::-1]
     for place, row in enumerate(compared):
         color, seeds = COLORS[row["variant"]], row["difference_of_seeds"]
         right.scatter(seeds, [place] * len(seeds), color=color, s=14, alpha=0.5)

@@ -66,43 +66,20 @@ def even_path(layout: str, busy: np.ndarray, count: int | None = None) -> float:
     return critical_path(layout, np.full((len(busy), count), busy.sum() / len(busy) / count))
 
 
-def totals(layout: str, ranks: list[Steps], costs: Costs, count: int | None = None) -> Row:
-    """Sums over steps, measured and as `costs` predict, and the errors of each predicted share of a step, in "errors".
+def totals(layout: str, ranks: list[Steps], costs: Costs, count: int) -> Counter[str]:
+    """Sums over steps, measured and as `costs` predict.
 
     Even is with `count` micro-batches on a rank, plain's, so that it measures work whatever a method has.
     """
     sums: Counter[str] = Counter()
-    errors: list[float] = []
     for of_ranks in zip(*ranks, strict=True):
-        sums["tokens"] += of_ranks[0]["tokens"]
-        for key in ("seconds", "other"):
-            sums[key] += float(np.mean([step[key] for step in of_ranks]))
-        busy, group = np.array([step["busy"] for step in of_ranks]), of_ranks[0]["group"]
+        sums["seconds"] += float(np.mean([step["seconds"] for step in of_ranks]))
+        busy = np.array([step["busy"] for step in of_ranks])
         work = np.array([costs.work(layout, step) for step in of_ranks])
         for times, kind in ((busy, ""), (work, " by trained")):
-            sums[f"critical{kind}"] += critical_path(layout, times, group)
+            sums[f"critical{kind}"] += critical_path(layout, times, of_ranks[0]["group"])
             sums[f"even{kind}"] += even_path(layout, times, count)
-        if layout.startswith("PP"):  # whose stages differ by more than micro-batches
-            busy, work = busy.mean(axis=0), work.mean(axis=0)
-        errors += np.abs(work / work.mean() / (busy / busy.mean()) - 1).ravel().tolist()
-    return {**sums, "errors": errors}
-
-
-def compare(plain: Row, other: Row) -> Row:
-    """Ratios of the totals of two methods that trained the same tokens in the same steps."""
-    # If plain's critical path were even.
-    gain = plain["seconds"] / (plain["seconds"] - plain["critical"] + plain["even"])
-    speedup, kinds = plain["seconds"] / other["seconds"], ("", " by trained")
-    return {
-        "speedup": speedup,
-        "speedup_by_cpu_time": (plain["critical"] + plain["other"]) / (other["critical"] + other["other"]),
-        "attainable": gain,
-        "fraction": (speedup - 1) / (gain - 1),
-        **{f"computing_gain{kind}": plain[f"critical{kind}"] / other[f"critical{kind}"] for kind in kinds},
-        **{f"imbalance{kind}": other[f"critical{kind}"] / other[f"even{kind}"] for kind in kinds},
-        "other_computing": other["other"] / other["seconds"],
-        "no_computing": 1 - (other["critical"] + other["other"]) / other["seconds"],
-    }
+    return sums
 
 
 def summarise(layout: str, count: int, measured: dict[str, list[Steps]], costs: Costs) -> list[Row]:
@@ -112,22 +89,24 @@ def summarise(layout: str, count: int, measured: dict[str, list[Steps]], costs: 
         layout: its name.
         count: plain's micro-batches of a rank.
         measured: of every method the steps of each rank, plain first.
-        costs: by which shares are predicted.
+        costs: by which imbalance is predicted.
 
     Raises ValueError if methods trained other numbers of tokens.
     """
     plain, *_ = measured.values()
     of_plain, rows = totals(layout, plain, costs, count), []
+    # If plain's critical path were even.
+    gain = of_plain["seconds"] / (of_plain["seconds"] - of_plain["critical"] + of_plain["even"])
     for method, ranks in measured.items():
         if [step["tokens"] for step in ranks[0]] != [step["tokens"] for step in plain[0]]:
             raise ValueError(f"{layout}, {method}: its steps have other tokens than plain's; compare the same steps")
         found = totals(layout, ranks, costs, count)
-        errors = found.pop("errors")
+        speedup = of_plain["seconds"] / found["seconds"]
         seconds = np.array([[step["seconds"] for step in of[0]] for of in (plain, ranks)])
-        row: Row = {"layout": layout, "windows": count, "method": method, **compare(of_plain, found)}
-        row |= {"speedup_error": ratio_error(*seconds), "tokens": found["tokens"], "seconds": found["seconds"]}
-        row |= {"share_error_median": float(np.median(errors)), "share_error_p90": float(np.quantile(errors, 0.9))}
-        rows.append(row)
+        row: Row = {"layout": layout, "windows": count, "method": method, "speedup": speedup}
+        row |= {"speedup_error": ratio_error(*seconds), "attainable": gain, "fraction": (speedup - 1) / (gain - 1)}
+        kinds = ("", " by trained")
+        rows.append(row | {f"imbalance{kind}": found[f"critical{kind}"] / found[f"even{kind}"] for kind in kinds})
     return rows
 
 

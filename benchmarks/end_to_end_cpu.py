@@ -1,6 +1,6 @@
 """How much faster real training gets on two CPU cores: upstream's `pretrain()` with `--wlb` against plain packing.
 
-    python -m benchmarks.end_to_end_cpu [--quick] [--check] [--layouts DP=2 ...]
+    python -m benchmarks.end_to_end_cpu [--quick] [--check]
 
 Two processes of one thread, each pinned to a core, train a small model on documents of random tokens with the lengths
 of F2. Plain is Megatron's packing: a micro-batch for every window, in its order, sharded per sequence. Methods train
@@ -9,8 +9,7 @@ step by step by turns, and the same tokens in each step.
 Busy is the CPU time of forward and backward passes in the thread that trains, by rank and micro-batch, without waits.
 The critical path (`critical_path`) is the time that a step must take of it, imbalance the critical path over an even
 share of the same work, and attainable plain's gain if its work were even and all else took as long. Imbalance is
-predicted by costs that are fitted to some steps of training before, whose crossover packing goes by. The gain by CPU
-time is of the critical path and all other computing of the thread, without waits for messages or a busy core. Writes
+predicted by costs that are fitted to some steps of training before, whose crossover packing goes by. Writes
 benchmarks/results/end_to_end_cpu.json, in about half an hour; anything else that runs meanwhile spoils it.
 """
 
@@ -31,12 +30,6 @@ from benchmarks.critical_path import Costs, fit, summarise
 from benchmarks.lengths import WINDOW, f2
 from benchmarks.results import ROOT
 from benchmarks.training_cpu import SHAPE, TRAINING, Steps, arguments, by_turns, train, warm, write_dataset
-
-COLUMNS = (
-    *("layout", "windows", "method", "speedup", "speedup_error", "speedup_by_cpu_time", "attainable"),
-    *("fraction", "imbalance", "imbalance by trained", "other_computing", "no_computing"),
-)
-PREDICTED = ("layout", "windows", "method", "computing_gain", "computing_gain by trained", "share_error_median")
 
 
 class Layout(NamedTuple):
@@ -81,13 +74,10 @@ QUICK = Size(window=2048, windows=(4,), steps=2)
 
 
 def main() -> None:
-    parser = results.parser(__doc__, "about a minute: a short window")
-    parser.add_argument("--layouts", nargs="+", choices=[layout.name for layout in LAYOUTS], help="default: all")
-    args = parser.parse_args()
+    args = results.parser(__doc__, "about a minute: a short window").parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("end_to_end_cpu: this process may run on one core only; it needs two")
     size = QUICK if args.quick else SIZE
-    layouts = [layout for layout in LAYOUTS if layout.name in (args.layouts or (layout.name,))]
     lengths, rows = np.maximum(f2(20000, 0) * size.window // WINDOW, 2), []
     with tempfile.TemporaryDirectory() as folder:
         dataset = write_dataset(Path(folder), lengths)
@@ -95,16 +85,14 @@ def main() -> None:
         stated = json.loads(profile.read_text())
         warm()
         costs = calibrate(size, dataset, profile)
-        for layout, windows in itertools.product(layouts, size.windows):
+        for layout, windows in itertools.product(LAYOUTS, size.windows):
             measured = measure(layout, windows, size, dataset, profile, costs.crossover)
             rows += summarise(layout.name, windows, measured, costs)
-    results.show(rows, COLUMNS)
-    results.show(rows, PREDICTED)
-    suffix = "".join("_" + "".join(filter(str.isalnum, name.lower())) for name in args.layouts or ())
+    results.show(rows)
     settings = {"model": [*SHAPE, *TRAINING], "profile": stated, **size._asdict()}
     settings |= {"lengths": "f2", "costs": {"trained": costs._asdict()}}
-    settings |= {"layouts": [layout._asdict() for layout in layouts]}
-    results.finish(args, "end_to_end_cpu", settings=settings, rows=rows, goals=goals(layouts, rows), suffix=suffix)
+    settings |= {"layouts": [layout._asdict() for layout in LAYOUTS]}
+    results.finish(args, "end_to_end_cpu", settings=settings, rows=rows, goals=goals(rows))
 
 
 def measure_profile(folder: Path, quick: bool) -> Path:
@@ -135,14 +123,14 @@ def measure(
     return by_turns(methods)
 
 
-def goals(layouts: list[Layout], rows: list[results.Row]) -> list[results.Goal]:
+def goals(rows: list[results.Row]) -> list[results.Goal]:
     """`--wlb` is nowhere slower, and reaches its fraction of the gain; imbalance is as predicted for every method."""
     wanted = []
     for row in rows:
         name = f"{row['layout']}, {row['windows']} windows, {row['method']}"
         if row["method"] == "--wlb":
             wanted.append(results.at_least(f"{name}: tokens per second over plain", row["speedup"], 1.0))
-            fraction = next(layout.fraction for layout in layouts if layout.name == row["layout"])
+            fraction = next(layout.fraction for layout in LAYOUTS if layout.name == row["layout"])
             if fraction:
                 wanted.append(results.at_least(f"{name}: fraction of the attainable gain", row["fraction"], fraction))
         error = abs(row["imbalance by trained"] / row["imbalance"] - 1)

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.documents import PackedBatch
-from megatron_wlb.job import Job, Packing, Parallel
+from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS, shape
 from megatron_wlb.plan.mock import F2
 from megatron_wlb.plan.packer import Packer
@@ -55,14 +55,6 @@ def attention_job(window: int, heads: tuple[int, int], cp: int = 1, **changes: A
     given = {"model": shape(1, 1, 1, *heads, 0), "crossover_tokens": CROSSOVER, "cp_exchange": "all"}
     given |= {"context_length": window, "global_batch_size": 4, "parallel": Parallel(cp=cp, dp=4)}
     return make_job(**given | changes)
-
-
-def micro_batches(window: int, packing: Packing, count: int) -> list[np.ndarray]:
-    """Document lengths of F2 micro-batches, int64 [documents] each; below half of F2's window, scaled with it."""
-    lengths = f2(20_000, 0)
-    if window < WINDOW // 2:
-        lengths = np.maximum(1, lengths * window // WINDOW)
-    return packed(lengths, attention_job(window, (1, 1), packing=packing), count)
 
 
 def packer(lengths: np.ndarray, job: Job) -> Packer:

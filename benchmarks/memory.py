@@ -112,25 +112,15 @@ def goals(rows: list[results.Row]) -> list[results.Goal]:
 def main() -> None:
     parser = results.parser(__doc__, "the job of experts")
     parser.add_argument("--folder", type=Path, help="of rehearsals, which are kept there")
-    parser.add_argument("--kept", action="store_true", help="only what --folder has; the file names the others")
     args = parser.parse_args()
-    if args.kept and args.folder is None:
-        parser.error("--kept is of --folder; give it")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         jobs = [name for name in JOBS if name.startswith("experts") or not args.quick]
-        absent = [name for name in jobs if args.kept and not (folder / f"{name}.json").exists()]
-        rows = [row for job in jobs if job not in absent for row in rehearsed(job, folder)]
+        rows = [row for job in jobs for row in rehearsed(job, folder)]
     results.show(rows)
-    settings = {
-        "gpu_gib": CARD,
-        "steps": STEPS,
-        "attention": "aten",
-        "data": "mock, F2",
-        "run": "ranks of a stage that ran; calls of all that ran were played together, others taken to be alike",
-        "nccl_calls": "of the last step",
-        "not_run": absent,
-    }
+    ran = "ranks of a stage that ran; calls of all that ran were played together, others taken to be alike"
+    settings = {"gpu_gib": CARD, "steps": STEPS, "attention": "aten", "data": "mock, F2", "run": ran}
+    settings["nccl_calls"] = "of the last step"
     results.finish(args, "memory", settings=settings, rows=rows, goals=goals(rows))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.results import Row
-from megatron_wlb.documents import PackedBatch, document_work
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.plan.metrics import delays, imbalance
 from megatron_wlb.simulate.step import SimulatedStep, alike_time
@@ -18,54 +18,41 @@ class StepMetrics:
 
     tokens: int
     imbalance: float
-    ratio_to_bound: float
-    """Largest micro-batch over max(mean micro-batch, largest document), the lower bound of any packing of the step."""
     delays: dict[int, int]
     """Tokens by their delay in steps since arrival."""
     long_tokens: int
     """Tokens of documents (pieces) longer than a quarter of the context window."""
-    plan_ms: float
 
 
-def measure(packing: PackedBatch, step: int, job: Job, plan_ms: float = 0.0) -> StepMetrics:
+def measure(packing: PackedBatch, step: int, job: Job) -> StepMetrics:
     """Measure the packing of `step`. O(documents)."""
     lengths = packing.documents["length"]
-    document = document_work(lengths, job.crossover_tokens)
-    work = packing.sums(document)
-    bound = max(float(work.sum()) / len(work), float(document.max(initial=0)))
     return StepMetrics(
         tokens=int(lengths.sum()),
-        imbalance=imbalance(work),
-        ratio_to_bound=float(work.max()) / bound if bound else 1.0,
+        imbalance=imbalance(packing.sums(job.work(lengths))),
         delays=delays(packing, step),
         long_tokens=int(lengths[4 * lengths > job.context_length].sum()),
-        plan_ms=plan_ms,
     )
 
 
 def summarise(steps: Sequence[StepMetrics], skip: float = 0.1) -> Row:
     """Measures of a run, to be shown together: each can improve at another's cost.
 
-    Leaves the first and the last `skip` of the steps (rounded down) out of everything but counts, extremes and planning
-    time: queues fill and drain there. `late_steps` is the mean over tokens of max(0, delay), `token_cv` the standard
-    deviation over the mean of the tokens of steps.
+    Leaves the first and the last `skip` of the steps (rounded down) out of everything but counts and extremes: queues
+    fill and drain there. `late_steps` is the mean over tokens of max(0, delay), `token_cv` the standard deviation over
+    the mean of the tokens of steps.
     """
     left_out = int(skip * len(steps))
-    middle, times = steps[left_out : len(steps) - left_out], [s.plan_ms for s in steps]
+    middle = steps[left_out : len(steps) - left_out]
     imbalances, tokens = np.array([s.imbalance for s in middle]), np.array([s.tokens for s in middle])
     late = sum(max(0, delay) * count for s in middle for delay, count in s.delays.items())
     return {
         "steps": len(steps),
         "tokens": sum(s.tokens for s in steps),
         "imbalance_mean": float(imbalances.mean()),
-        "imbalance_p95": float(np.quantile(imbalances, 0.95)),
-        "ratio_to_bound": float(np.mean([s.ratio_to_bound for s in middle])),
         "late_steps": late / max(1, int(tokens.sum())),
         "max_delay_steps": max(max(s.delays, default=0) for s in steps),
         "token_cv": float(tokens.std() / max(1.0, tokens.mean())),
-        "plan_ms_median": float(np.median(times)),
-        "plan_ms_min": min(times),
-        "plan_ms_max": max(times),
     }
 
 

@@ -113,6 +113,13 @@ def asked(row: Row, path: str) -> Any:
     return value
 
 
+def length_of(row: Row) -> int:
+    length = asked(row, "sequence")
+    if not isinstance(length, int):
+        raise ValueError(f"sequences of {length} tokens")
+    return length
+
+
 def run_of(row: Row) -> Run:
     """What a row's software does, by its field `software`, and else by the repository and release of its source."""
     source, found = str(row.get("source")), Run()
@@ -175,19 +182,14 @@ def profile_of(row: Row, run: Run) -> tuple[Profile, str]:
 
 def job_of(row: Row, run: Run) -> Job:
     """The job of a row; of a step whose pipeline drains more than once, what runs until it first does."""
-    model, layout, length, gpus = model_of(row), asked(row, "layout"), asked(row, "sequence"), asked(row, "layout.gpus")
-    if not isinstance(length, int):
-        raise ValueError(f"sequences of {length} tokens")
+    model, layout, length, gpus = model_of(row), asked(row, "layout"), length_of(row), asked(row, "layout.gpus")
     tp, cp, pp = (asked(row, f"layout.{name}") for name in ("tp", "cp", "pp"))
     dp, size = gpus // (tp * cp * pp), layout.get("micro_batch")
     if not dp:
         raise ValueError(f"{gpus} GPUs for TP {tp}, CP {cp} and PP {pp}")
     batch = row.get("global_batch")
     if isinstance(batch, str):
-        stated = re.match(r"(\d+)M tokens", batch)
-        if not stated:
-            raise ValueError(f"a global batch of {batch}")
-        batch = (int(stated.group(1)) << 20) // length
+        batch = (int(batch.removesuffix("M tokens")) << 20) // length
     batch = batch or max(dp, STEP_TOKENS // length)
     if run.per_drain and pp > 1:
         size = size or max(1, batch // (dp * run.per_drain))
@@ -262,14 +264,10 @@ def changed(row: Row, job: Job, passes: Passes, run: Run) -> Passes:
 def training(row: Row) -> Iterator[Row]:
     """Speed of a training step: by tokens where they are published, or else by time or by FLOPs."""
     named = ("tokens_per_s_per_gpu", "step_time", "iteration_time", "tflops_per_gpu", "mfu")
-    measured = asked(row, "measured")
-    found = next((quantity for name in named for quantity in measured if quantity.startswith(name)), "")
-    if not found:
+    quantity = next((each for name in named for each in asked(row, "measured") if each.startswith(name)), None)
+    if quantity is None:
         raise ValueError("no speed of a training step")
-    yield predicted(row, run_of(row), found)
-
-
-def predicted(row: Row, run: Run, quantity: str) -> Row:
+    run = run_of(row)
     job = job_of(row, run)
     plan = shard(np.full(job.max_tokens // job.context_length, job.context_length), job)
     count = job.micro_batches_per_rank
@@ -292,14 +290,12 @@ def predicted(row: Row, run: Run, quantity: str) -> Row:
     if kind != "MoE" and re.match("g?b[23]00", job.profile.name):
         kind = "Blackwell dense"
     kinds = [kind, *["long"] * (job.context_length >= LONG and kind != "MoE")]
-    return each | {"profile": job.profile.name, "kinds": kinds}
+    yield each | {"profile": job.profile.name, "kinds": kinds}
 
 
 def documents_of(row: Row, group: str) -> list[np.ndarray]:
     """The packs of documents of a row of kernels, or its one batch of equal documents. Raises ValueError."""
-    length, name = asked(row, "sequence"), str(row["model"]["name"])
-    if not isinstance(length, int):
-        raise ValueError(f"sequences of {length} tokens")
+    length, name = length_of(row), str(row["model"]["name"])
     if re.search("head", name) and not re.search(r"head 128|heads of 128", name):
         raise ValueError("no kernels for heads of its size")
     if "packed documents" in name:
@@ -334,7 +330,7 @@ def distributed(row: Row) -> Iterator[Row]:
     """A layer's attention under context parallelism, in packs of documents; the ring in two readings, not scored."""
     if group_of(row) != "SandAI-org/MagiAttention" or gpu_of(asked(row, "hardware")) != "h100":
         raise ValueError("its documents or its kernels are not known")
-    cp, length, heads = asked(row, "layout.cp"), asked(row, "sequence"), attention.PUBLICATIONS["SandAI-org"]["heads"]
+    cp, length, heads = asked(row, "layout.cp"), length_of(row), attention.PUBLICATIONS["SandAI-org"]["heads"]
     sizes = {"parallel": Parallel(cp=cp), "global_batch_size": 1, "crossover_tokens": 1, "cp_exchange": "shared"}
     job = attention_job(length, (heads, 8), cp, profile=load_profile("h100-fa3"), **sizes)
     job = job.sharded(cp_sharding="per-document")
@@ -354,19 +350,14 @@ def distributed(row: Row) -> Iterator[Row]:
                 yield each | ({"reading": name} if "ring" in name else {})
 
 
-def predictions(row: Row) -> Iterator[Row]:
-    name = str(asked(row, "model").get("name"))
-    of = {"attention,": kernels, "distributed": distributed}.get(name.split(" ")[0], training)
-    return of(row)
-
-
 def predict(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     """Rows with the ratio of predicted and measured speed, and rows that cannot be predicted, with the reason."""
     found, left = [], []
     for row in rows:
         same = {"id": row.get("id"), "precision": row.get("precision"), "group": group_of(row)}
         try:
-            of_row = list(predictions(row))
+            kind = str(asked(row, "model").get("name")).split(" ")[0]
+            of_row = list({"attention,": kernels, "distributed": distributed}.get(kind, training)(row))
             ratios = [each["predicted"] / each["measured"] for each in of_row]
             if not all(0 < ratio < math.inf for ratio in ratios or [0]):
                 raise ValueError(f"no speed over 0 of anything that is predicted: {ratios}")

@@ -196,15 +196,14 @@ def main() -> None:
     results.show([{"refused": n, "reason": reason} for reason, n in reasons.most_common()] or [{"refused": 0}])
     if given.json:
         results.write_whole(given.json, json.dumps(found, indent=1) + "\n")
-    own = found["accepted_where_theirs_is_supported"]
-    goals = [
-        results.at_least(
-            "share accepted of those whose Megatron is supported", own / max(1, found["theirs_is_supported"]), 0.85
-        ),
-        results.at_least("share of all accepted by a supported Megatron of their own", own / total, 0.85),
-        results.at_least("share accepted with --wlb alone", found["accepted"] / total, 0.9),
-        results.at_least("share accepted without anything switched off", found["without_price"] / total, 0.6),
-    ]
+    own, supported = found["accepted_where_theirs_is_supported"], max(1, found["theirs_is_supported"])
+    shares = {
+        "accepted of those whose Megatron is supported": (own / supported, 0.85),
+        "of all accepted by a supported Megatron of their own": (own / total, 0.85),
+        "accepted with --wlb alone": (found["accepted"] / total, 0.9),
+        "accepted without anything switched off": (found["without_price"] / total, 0.6),
+    }
+    goals = [results.at_least(f"share {name}", *numbers) for name, numbers in shares.items()]
     if given.output:
         settings = found | {"changed": dict(changed.most_common())}
         results.finish(given, "recipes", settings=settings, rows=rows, goals=goals)

@@ -8,11 +8,10 @@ import json
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 PACKAGES = ("numpy", "scipy", "torch", "megatron-core", "transformer-engine", "flash-attn", "triton")
-
-
 Goal = dict[str, Any]
 """A number that a benchmark set out to reach; one that is missed stays in the file as missed."""
 
@@ -55,13 +52,11 @@ def finish(
     rows: list[Row],
     goals: Sequence[Goal],
     draw: Callable[[Path], Path] | None = None,
-    suffix: str = "",
 ) -> None:
     """Write the result file, draw the picture unless the run was quick, and conclude."""
     quick = getattr(args, "quick", False)
     if args.output or not quick:
-        given = {"settings": settings, "rows": rows, "goals": goals}
-        print(write(name, **given, suffix=suffix, folder=args.output))
+        print(write(name, settings=settings, rows=rows, goals=goals, folder=args.output))
     if draw and not quick:
         print(draw(args.output or DOCS))
     conclude(goals, args.check)
@@ -73,12 +68,6 @@ def conclude(goals: Sequence[Goal], check: bool) -> None:
         print(f"{'holds ' if g['holds'] else 'MISSED'} {g['name']} = {g['value']:.6g} ({g['direction']} {g['goal']:g})")
     if check and not all(g["holds"] for g in goals):
         sys.exit(1)
-
-
-def spread(name: str, values: Collection[float]) -> dict[str, float]:
-    """The median of `values` under `name`, with their minimum and maximum."""
-    row = {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-    return {key: float(value) for key, value in row.items()}
 
 
 def show(rows: list[Row], columns: Sequence[str] = (), *, title: str | None = None, width: int = 160) -> None:
@@ -162,10 +151,5 @@ def _cpu() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+    found = {each.name: each.version for each in distributions()}
+    return {package: found[package] for package in PACKAGES if package in found}

@@ -43,7 +43,6 @@ WINDOWS = 4
 """Of a step, on two cores."""
 STEPS, SINGLE_STEPS = 6, 2
 """Of full lines, and of a conversation a line, which are nearly all padding."""
-CLOCKS = ("seconds", "computing")
 LAYOUTS = {"DP=2": "", "CP=2": "--context-parallel-size 2", "PP=2": "--pipeline-model-parallel-size 2"}
 AS_UPSTREAM = "--wlb-packing megatron --wlb-cp-sharding per-document"
 FORMAT, FORMAT_TOKENS = "nemotron-nano-v2", 30
@@ -122,20 +121,21 @@ def measured(folder: Path, size: Namespace) -> list[Row]:
 
 def compared(layout: str, measured: dict[str, list[Steps]]) -> Row:
     """Upstream's time over ours, by the clock and of computing, and standard errors."""
-    times = {clock: np.array([of_steps(layout, ranks, clock) for ranks in measured.values()]) for clock in CLOCKS}
-    row = {f"over theirs, {clock}": float(theirs.sum() / ours.sum()) for clock, (theirs, ours) in times.items()}
-    return row | {f"over theirs, {clock}, error": ratio_error(*both) for clock, both in times.items()}
+    row: Row = {}
+    steps = [list(zip(*ranks, strict=True)) for ranks in measured.values()]
+    for clock in ("seconds", "computing"):
+        theirs, ours = (np.array([time_of(layout, step, clock) for step in of]) for of in steps)
+        row[f"over theirs, {clock}"] = float(theirs.sum() / ours.sum())
+        row[f"over theirs, {clock}, error"] = ratio_error(theirs, ours)
+    return row
 
 
-def of_steps(layout: str, ranks: list[Steps], clock: str) -> list[float]:
-    """Time of every step."""
-    found = []
-    for of_ranks in zip(*ranks, strict=True):
-        rest = float(np.mean([step["seconds" if clock == "seconds" else "other"] for step in of_ranks]))
-        busy = np.array([step["busy"] for step in of_ranks])
-        path = critical_path(layout, busy, of_ranks[0]["group"])
-        found.append(rest if clock == "seconds" else rest + path)
-    return found
+def time_of(layout: str, step: Steps, clock: str) -> float:
+    """Time of a step of all ranks."""
+    if clock == "seconds":
+        return float(np.mean([rank["seconds"] for rank in step]))
+    path = critical_path(layout, np.array([rank["busy"] for rank in step]), step[0]["group"])
+    return path + float(np.mean([rank["other"] for rank in step]))
 
 
 def main() -> None:

@@ -36,7 +36,6 @@ from megatron_wlb.cli.analyze.layouts import relieved
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
-from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS
@@ -177,7 +176,7 @@ class Measured(NamedTuple):
     work: np.ndarray
     exchange: float
     """Share of the time."""
-    summary: Row
+    late_steps: float
 
 
 def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Measured:
@@ -189,12 +188,12 @@ def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Me
         batch, documents = packed.batch, packed.batch.documents["length"]
         lengths = [np.array([each.sum()]) for each in batch.lengths] if across else batch.lengths
         step = simulate_step(job, shard_step(job, lengths, batch.ranks))
-        work = documents.sum() if across else document_work(documents, job.crossover_tokens).sum()
+        work = documents.sum() if across else job.work(documents).sum()
         times.append((step.time, limit_time(step), float(work)))
         exchange += breakdown(step).exchange
         summaries.append(metrics.measure(batch, packed.step, job))
     time, limit, work = np.array(times).T
-    return Measured(time, limit, work, exchange / time.sum(), metrics.summarise(summaries, skip=0))
+    return Measured(time, limit, work, exchange / time.sum(), metrics.summarise(summaries, skip=0)["late_steps"])
 
 
 def over(ring: Measured, other: Measured, *, same_steps: bool) -> tuple[float, float]:
@@ -225,7 +224,7 @@ def rows_of(case: Case, steps: int) -> list[Row]:
         row["ms"] = of.time.mean() / 1e3
         ratio, error = over(found[RING], of, same_steps=not job.packing.delays)
         row |= {f"over {RING}": ratio, f"over {RING}, error": error, "exchange": of.exchange}
-        rows.append(row | {name: of.summary[name] for name in ("late_steps", "token_cv")})
+        rows.append(row | {"late_steps": of.late_steps})
     per_work = {scheme: (of.limit.sum() / of.work.sum(), of.work.sum() / of.time.sum()) for scheme, of in found.items()}
     least = min(limit for scheme, (limit, _) in per_work.items() if scheme != ACROSS)
     for row in rows:

@@ -39,8 +39,8 @@ VOCABULARY = 255
 """Tokens are below it, as bytes of UTF-8 are, and it ends a document."""
 Steps = list[Row]
 """The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens" and "group"
-(`Parallel.group_size`); and for each micro-batch of the rank the CPU time of its passes, "busy", and the
-sizes that planning knows: "rows", "pairs", "kernel_us"."""
+(`Parallel.group_size`); beginning and end of each pass in order, "passes"; and for each micro-batch of the rank the
+CPU time of its passes, "busy", and the sizes that planning knows: "rows", "pairs", "kernel_us"."""
 
 
 def write_dataset(folder: Path, lengths: np.ndarray, text: bytes | None = None) -> str:
@@ -108,10 +108,13 @@ def by_turns(methods: Mapping[str, Callable[[Turns, int], Steps]], ranks: int = 
         return {method: collect(of_method, deadline) for method, of_method in readers.items()}
 
 
-def train(turns: Turns, way: int, argv: list[str], first: int, crossover: int | None = None) -> Steps:
+def train(
+    turns: Turns, way: int, argv: list[str], first: int, crossover: int | None = None, wait: float = 0.0
+) -> Steps:
     """In every process: train the steps from `first` on, at least 1, and the one before to warm up.
 
-    `crossover` is that of training here, which no profile has; None: of the profile.
+    `crossover` is that of training here, which no profile has; None: of the profile. Passes last longer by `wait`
+    seconds for each of their rows, backward by twice as much.
     """
     pin()
     if crossover is not None:
@@ -126,18 +129,21 @@ def train(turns: Turns, way: int, argv: list[str], first: int, crossover: int | 
     steps: Steps = []
     costs: dict[int, Row] = {}
     orders: dict[int, list[int]] = {}
-    passes: dict[str, list[float]] = {"forward": [], "backward": []}
+    passes: dict[str, list[tuple[float, float, float]]] = {}
+    """Beginnings, ends and CPU time by direction."""
     setup, train_step, plan_packed = training.setup_model_and_optimizer, training.train_step, step.plan_packed
     last = [0.0, 0.0]
 
-    def busy(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.thread_time()
+    def timed(function: Callable[..., Any], direction: str, wait: float) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin, computing = time.perf_counter(), time.thread_time()
             result = function(*args, **kwargs)
-            passes[name].append(time.thread_time() - begin)
+            computing, number, of_direction = time.thread_time() - computing, first - 1 + len(steps), passes[direction]
+            time.sleep(wait * costs[number]["rows"][orders[number][len(of_direction)]])
+            of_direction.append((begin, time.perf_counter(), computing))
             return result
 
-        return timed
+        return call
 
     def setup_for_later(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
@@ -153,10 +159,11 @@ def train(turns: Turns, way: int, argv: list[str], first: int, crossover: int | 
         now = [time.perf_counter(), time.thread_time()]
         number = first - 1 + len(steps)
         cost, order = costs[number], orders[number]
-        both = [sum(parts) for parts in zip(passes["forward"], passes["backward"], strict=True)]
+        both = [one[2] + other[2] for one, other in zip(passes["forward"], passes["backward"], strict=True)]
         # Backward goes through the virtual stages from the last one, and through micro-batches in the same order.
         seconds, computing = (end - begin for begin, end in zip(last, now, strict=True))
         step = {"seconds": seconds, "busy": np.bincount(order, weights=both).tolist()}
+        step["passes"] = sorted(each[:2] for of_direction in passes.values() for each in of_direction)
         steps.append(step | {"other": computing - sum(step["busy"])} | cost)
         return result
 
@@ -167,8 +174,8 @@ def train(turns: Turns, way: int, argv: list[str], first: int, crossover: int | 
         orders[plan.step] = job.schedule(len(plan.micro_batches)).table()[:, 0].tolist()
         return plan
 
-    schedules.forward_step = busy(schedules.forward_step, "forward")
-    schedules.backward_step = busy(schedules.backward_step, "backward")
+    schedules.forward_step = timed(schedules.forward_step, "forward", wait)
+    schedules.backward_step = timed(schedules.backward_step, "backward", 2 * wait)
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
     step.plan_packed = plan_kept
     pretrain([*argv, "--distributed-backend", "gloo", *cpu.FLAGS])

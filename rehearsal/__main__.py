@@ -2,7 +2,7 @@
 
 Runs torch's build for CUDA and Megatron as the job would, with --wlb or without, over a stand-in for CUDA and NCCL:
 memory is address space up to the card's size, kernels do nothing, and calls of NCCL are written down. Nothing is
-computed and no time is measured; losses are not printed and checkpoints refused. Says what each rank allocates and
+computed and no time is measured; neither losses nor checkpoints are written. Says what each rank allocates and
 reserves, whether that fits, and where the host waits for the device. With --ranks all, NCCL calls of all ranks are
 matched.
 
@@ -34,7 +34,7 @@ from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import parallel_of
 from megatron_wlb.job import Parallel
 from rehearsal.build import transformer_engine
-from rehearsal.run import chosen, matched, rehearse, verdict
+from rehearsal.run import chosen, rehearse, verdict
 from rehearsal.task import GPUS, Task
 
 TITLES = ("rank", "predicted", "allocated", "reserved", "retries", "syncs", "copies", "launches", "NCCL calls")
@@ -65,16 +65,14 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
     """Rehearse, print and write. Returns 0 if the job fits, else 1. Raises ValueError on wrong input."""
     if (args.log is None) == (not command):
         raise ValueError("no job, or two; give the log of a run, or its command behind --")
-    if args.html == "-":
-        raise ValueError("--html - is no file; name one")
-    width = None if sys.stdout.isatty() else 120
-    terminal, notes = console(args.json, width=width, markup=False), list[str]()
+    terminal = console(args.json, args.html, width=None if sys.stdout.isatty() else 120, markup=False)
+    notes: list[str] = []
     task, parallel, modelled = task_of(args, command, notes)
     gpu, ranks = task.gpu, _ranks(args.ranks, parallel)
     with (
         writer(args.json, "--json") as file,
         writer(args.html, "--html") as page,
-        progress(len(ranks) * args.steps, args.json, "rehearsing") as advance,
+        progress(len(ranks), args.json, "rehearsing") as advance,
     ):
         seen, wrong = rehearse(task, ranks, advance, args.ranks == "all")
         said, remedy = verdict(seen, task, wrong, modelled=modelled)
@@ -95,9 +93,8 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
             template = Path(__file__).with_name("rehearsal.html")
             page.write(render(template, sections=sections(seen, gpu.gib), **values))
     terminal.print(f"{_sentence(said)} {_sentence(remedy)}".rstrip(), style="bold", soft_wrap=True)
-    terminal.print(table(TITLES, rows))
-    for line in waits:
-        terminal.print(line)
+    for each in (table(TITLES, rows), *waits):
+        terminal.print(each)
     for note in notes:
         print(f"- {note}", file=sys.stderr)
     return 0 if said == "fits" else 1
@@ -121,9 +118,7 @@ def task_of(args: argparse.Namespace, command: list[str], notes: list[str]) -> t
     modelled = wlb and not (arguments.fp8 or arguments.fp4)
     if wlb and not modelled:
         notes.append("Predicted is the memory of bf16, not of FP8 or FP4.")
-    gpu = GPUS[args.gpu]
-    if args.gpu_memory is not None:
-        gpu = msgspec.structs.replace(gpu, gib=args.gpu_memory)
+    gpu = msgspec.structs.replace(GPUS[args.gpu], gib=args.gpu_memory or GPUS[args.gpu].gib)
     mocks = _mocks(arguments, launched, notes)
     if wlb and mocks and not stated.get("mock_data") and stated.get("wlb_mock_lengths") is None:
         stated, flags = stated | {"wlb_mock_lengths": "F2"}, [*flags, "--wlb-mock-lengths", "F2"]
@@ -200,10 +195,9 @@ def _mocks(arguments: MegatronArguments, launched: Launched, notes: list[str]) -
 
 def _ranks(text: str, parallel: Parallel) -> list[int]:
     if text in ("all", "auto"):
-        return matched(parallel) if text == "all" else chosen(parallel)
-    world_size = parallel.num_gpus
-    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) or not all(int(r) < world_size for r in text.split(",")):
-        raise ValueError(f"--ranks {text[:40]} must be auto, all, or ranks below {world_size}, as 0,17")
+        return chosen(parallel, every=text == "all")
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) or not all(int(r) < parallel.num_gpus for r in text.split(",")):
+        raise ValueError(f"--ranks {text[:40]} must be auto, all, or ranks below {parallel.num_gpus}, as 0,17")
     return sorted({int(r) for r in text.split(",")})
 
 

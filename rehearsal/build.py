@@ -30,12 +30,10 @@ def library() -> Path:
     """
     torch, include = _torch(), _include("cuda_runtime_api.h")
     sources = sorted(SOURCES.rglob("*.[ch]*"))
-    named = hashlib.sha256(str(torch).encode() + (torch / "version.py").read_bytes())
-    for path in (*sources, Path(__file__)):
+    sizes, cache = {str(path): path.stat().st_size for path in transformer_engine()}, _cache()
+    named = hashlib.sha256(f"{torch} {sizes}".encode())
+    for path in (torch / "version.py", *sources, Path(__file__)):
         named.update(path.read_bytes())
-    for path in transformer_engine():
-        named.update(f"{path} {path.stat().st_size}".encode())
-    cache = _cache()
     folder = cache / f"rehearsal-{named.hexdigest()[:16]}"
     if folder.is_dir():
         return folder
@@ -48,14 +46,9 @@ def library() -> Path:
         called = _names([*of_torch, *transformer_engine()], "--dynamic", "--undefined-only")
         missing = {name for name in called if STANDS_IN.match(name)} - _names(objects, "--defined-only")
         stubs = Path(built, "stubs.cpp")
-        stubs.write_text(
-            'extern "C" {\nint rehearsal_missing(const char*);\n'
-            + "".join(
-                f"int {name}() {{ return {0 if NOTHING.fullmatch(name) else f'rehearsal_missing("{name}")'}; }}\n"
-                for name in sorted(missing)
-            )
-            + "}\n"
-        )
+        results = {name: 0 if NOTHING.fullmatch(name) else f'rehearsal_missing("{name}")' for name in sorted(missing)}
+        bodies = [f"int {name}() {{ return {result}; }}" for name, result in results.items()]
+        stubs.write_text("\n".join(['extern "C" {', "int rehearsal_missing(const char*);", *bodies, "}\n"]))
         objects.append(_compile(stubs, Path(built), ["-fno-builtin"]))
         made = Path(built, "made")
         made.mkdir()

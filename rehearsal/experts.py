@@ -29,21 +29,18 @@ class Experts:
     def preprocess(self, original: Any, dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
         """Count tokens by expert as upstream does, then write an even router's counts instead."""
         own: torch.Tensor = original(dispatcher, routing_map)
-        if not dispatcher.drop_and_pad:
-            self._write(dispatcher, len(routing_map), own)
-        return own
-
-    def _write(self, dispatcher: Any, rows: int, own: torch.Tensor) -> None:
+        if dispatcher.drop_and_pad:
+            return own
         # A layer's passes run in the order of micro-batches, forward and again in backward.
         at = (self.backward, dispatcher)
         number, self._calls[at] = self._calls[at], self._calls[at] + 1
         rank = torch.distributed.get_rank()
         peers = torch.distributed.get_process_group_ranks(dispatcher.tp_ep_group)
-        rows_of = [rows] * len(peers)  # without a plan all micro-batches are alike
+        rows_of = [len(routing_map)] * len(peers)  # without a plan all micro-batches are alike
         if self._plan is not None:
             p = self._job.parallel
             mine, *theirs = (self._of(r // (p.tp * p.cp) % p.dp)[number] for r in (rank, *peers))
-            rows_of = [rows * each // mine for each in theirs]
+            rows_of = [len(routing_map) * each // mine for each in theirs]
         count, local = dispatcher.num_experts, dispatcher.local_expert_indices
         pairs = np.array(rows_of) * dispatcher.config.moe_router_topk
         dealt = pairs[:, None] // count + (np.arange(count) < pairs[:, None] % count)
@@ -51,12 +48,13 @@ class Experts:
         to_us = by_rank[:, :, local].transpose(1, 0, 2)
         sent = dealt[peers.index(rank)]
         values = {"input_splits": sent.reshape(dispatcher.ep_size, -1).sum(1), "num_out_tokens": sent.sum()}
-        values["output_splits"] = to_us.sum(2)[dispatcher.tp_rank]
-        values["output_splits_tp"] = to_us.sum((1, 2))
+        values |= {"output_splits": to_us.sum(2)[dispatcher.tp_rank], "output_splits_tp": to_us.sum((1, 2))}
         values["num_global_tokens_per_local_expert"] = to_us
-        for name, value in values.items():
-            _set(getattr(dispatcher, name, None), value)
-        _set(own, to_us.sum((0, 1)))
+        tensors = [(own, to_us.sum((0, 1))), *((getattr(dispatcher, name, None), values[name]) for name in values)]
+        for tensor, value in tensors:
+            if isinstance(tensor, torch.Tensor):  # by a copy that does not block, which would count as a sync
+                tensor.copy_(torch.from_numpy(np.asarray(value)).reshape(tensor.shape), non_blocking=True)
+        return own
 
     def _of(self, dp_rank: int) -> list[int]:
         """Return the tokens of a data-parallel rank's micro-batches."""
@@ -65,9 +63,3 @@ class Experts:
             planned = plan_packed(self._plan.packed, self._job, dp_rank)
             self._tokens[dp_rank] = [m.padded_tokens for m in planned.micro_batches]
         return self._tokens[dp_rank]
-
-
-def _set(tensor: Any, value: np.ndarray) -> None:
-    """Write small values: the stand-in keeps those of copies, and a copy that blocks would count as a sync."""
-    if isinstance(tensor, torch.Tensor):
-        tensor.copy_(torch.from_numpy(np.asarray(value)).reshape(tensor.shape), non_blocking=True)

@@ -15,13 +15,12 @@ def install(launch: Callable[..., Any]) -> None:
 
     The kernels of fla have grids by numbers that the device computes; these are computed on the host.
     """
-    from triton.runtime import autotuner, jit
+    from triton.runtime import autotuner, jit  # type: ignore[import-untyped]
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(kernel, autotuner.Autotuner):
             kernel.best_config = kernel.configs[0]  # which callers read
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        launch(None, *6 * [1], 0, stream, None, None)
+        launch(None, *6 * [1], 0, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), None, None)
 
     jit.JITFunction.run = autotuner.Autotuner.run = run
     with contextlib.suppress(ImportError):
@@ -36,5 +35,5 @@ def install(launch: Callable[..., Any]) -> None:
             return given(cu_seqlens.cpu(), chunk_size).to(cu_seqlens.device, non_blocking=True)
 
         for name, module in [*sys.modules.items()]:
-            if name.startswith("fla.") and getattr(module, given.__name__, None) is given:
-                setattr(module, given.__name__, prepare_chunk_indices)
+            if name.startswith("fla.") and vars(module).get("prepare_chunk_indices") is given:
+                vars(module)["prepare_chunk_indices"] = prepare_chunk_indices

@@ -27,8 +27,8 @@ def memory(rank: dict[str, Any], gpu_gib: float, figure: Figure) -> None:
     axes, gib = figure.subplots(), 2**30
     step, allocated, reserved = np.array(rank["passes"], dtype=float).T
     kept = np.array([float(each["kept"]) for each in rank["steps"]])[step.astype(int)]  # when the step began
-    weights = np.full(len(step), float(rank["weights"]))
-    parts = {"weights and gradients": weights, "optimizer and tables": np.maximum(0, kept - weights)}
+    parts = {"weights and gradients": np.full(len(step), float(rank["weights"]))}
+    parts["optimizer and tables"] = np.maximum(0, kept - rank["weights"])
     parts["activations"] = np.maximum(0, allocated - sum(parts.values()))
     parts["held"] = np.maximum(0, reserved - sum(parts.values()))
     values = [part / gib for part in parts.values()]

@@ -18,15 +18,17 @@ SYNCS = (Kind.SYNC_STREAM, Kind.SYNC_DEVICE, Kind.SYNC_EVENT)
 RECORD = np.dtype(
     {"names": "kind where stream object amount type peer".split(), "formats": "i4 i4 u8 u8 u8 i4 i4".split()}
 )
+WARM = 2
+"""Steps in which the allocator finds its sizes: their retries do not count."""
 BYTES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
 """Bytes of a value of each of NCCL's types."""
 
 
 def summary(result: dict[str, Any], records: np.ndarray) -> dict[str, Any]:
-    """Return what a rank does in a step, of the last step without its line of the log: JSON types."""
+    """Return the description of a rank, JSON types: sizes in GiB, counts of the last step, calls by source line."""
     marks = np.flatnonzero(records["kind"] == Kind.MARK)  # begin and end of every step
     seen = records[marks[-2] : marks[-1]] if len(marks) else records[:0]
-    lines = [line for line, _ in result["lines"]]
+    lines, steps = [line for line, _ in result["lines"]], result["steps"]
     nccl: dict[str, Counter[str]] = defaultdict(Counter)
     for row in seen[seen["kind"] >= Kind.ALL_REDUCE]:
         group = f"{Kind(row['kind']).name.lower()} of {len(result['communicators'][str(row['object'])][1])}"
@@ -36,11 +38,24 @@ def summary(result: dict[str, Any], records: np.ndarray) -> dict[str, Any]:
         of_kinds = of[np.isin(of["kind"], kinds) & (of["where"] >= 0)]
         return dict(Counter(lines[i] for i in of_kinds["where"]).most_common())
 
+    def most(name: str) -> float:
+        return round(max((step.get(name, 0) for step in steps), default=0) / 2**30, 2)
+
+    syncs, copies = by_line(SYNCS), by_line((Kind.COPY_TO_HOST,))
     return {
+        "rank": result["rank"],
+        "predicted_gib": most("predicted") or None,
+        "allocated_gib": most("allocated"),
+        "reserved_gib": most("reserved"),
+        "retries": sum(step["retries"] for step in steps[WARM:]),
+        "out_of_memory": result.get("error"),
+        "syncs_per_step": sum(syncs.values()),
+        "copies_per_step": sum(copies.values()),
         "launches": int(seen["amount"][seen["kind"] == Kind.KERNEL].sum()),
-        "syncs": by_line(SYNCS),
-        "copies_to_host": by_line((Kind.COPY_TO_HOST,)),
+        "syncs": syncs,
+        "copies_to_host": copies,
         "communicators": int((records["kind"] == Kind.COMMUNICATOR).sum()),
         "made_in_steps": by_line((Kind.COMMUNICATOR,), records[marks[0] :] if len(marks) else seen),
         "nccl": dict(sorted(nccl.items())),
+        **{name: result[name] for name in ("steps", "weights", "passes", "left_out")},
     }

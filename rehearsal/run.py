@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from rehearsal.build import library
 from rehearsal.match import match, program
 from rehearsal.task import Task
 
-WARM = 2
-"""Steps in which the allocator finds its sizes: their retries do not count."""
 ROOM = 0.95
 """Share of a card that may be reserved: the rest is for what a rehearsal does not see, the context and NCCL."""
 CLOSE, CLOSE_GIB = 0.05, 0.25
@@ -32,25 +30,17 @@ WHOLE = 64
 """Ranks of a job that are all run where their calls are matched."""
 
 
-def chosen(p: Parallel) -> list[int]:
-    """Return a rank of every kind: each stage, at both ends of its context-parallel and data-parallel ranks."""
-    return _ranks(p, [0], {0, p.dp - 1}, {0, p.cp - 1})
+def chosen(p: Parallel, *, every: bool) -> list[int]:
+    """Return a rank of every kind: each stage, at both ends of its context-parallel and data-parallel ranks.
 
-
-def matched(p: Parallel) -> list[int]:
-    """Return the ranks whose calls stand for those of all.
-
-    These are all ranks of jobs of up to `WHOLE`. Of larger ones, they are two tensor-parallel ranks, and the first and
-    the last data-parallel rank, of every stage and context-parallel rank: others call what their neighbours call.
+    `every`: those whose calls stand for the calls of all. These are all ranks of jobs of up to `WHOLE`. Of larger ones,
+    they are two tensor-parallel ranks, and the first and the last data-parallel rank, of every stage and context-
+    parallel rank: others call what their neighbours call.
     """
-    if p.pp * p.dp * p.cp * p.tp <= WHOLE:
-        return _ranks(p, range(p.tp), range(p.dp), range(p.cp))
-    return _ranks(p, range(min(2, p.tp)), {0, p.dp - 1}, range(p.cp))
-
-
-def _ranks(p: Parallel, tp: Iterable[int], dp: Iterable[int], cp: Iterable[int]) -> list[int]:
-    kinds = itertools.product(range(p.pp), dp, cp, tp)
-    return sorted(p.rank(*kind) for kind in kinds)
+    whole = every and p.num_gpus <= WHOLE
+    tp = range(p.tp if whole else min(2, p.tp) if every else 1)
+    dp, cp = range(p.dp) if whole else {0, p.dp - 1}, range(p.cp) if every else {0, p.cp - 1}
+    return sorted(p.rank(*kind) for kind in itertools.product(range(p.pp), dp, cp, tp))
 
 
 def rehearse(
@@ -59,20 +49,16 @@ def rehearse(
     """Run ranks, as many at a time as there are processors.
 
     Returns what each saw, of the last step and of all, and what is wrong with their NCCL calls, [] if nothing. `whole`:
-    the ranks stand for all of the job, so that their calls are matched.
-
-    `advance` is told of steps that have ended. Raises ValueError with the reason if a rank ends before its first step
-    for another reason than memory.
+    the ranks stand for all of the job, so that their calls are matched. `advance` is told of ranks that have ended.
+    Raises ValueError with the reason if one ends before its first step for another reason than memory.
     """
     seen, programs = {}, {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(_run(task, ranks, advance, Path(folder))) as ended,
-    ):
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(_run(task, ranks, Path(folder))) as ended:
         for rank, status in ended:
+            advance(1)
             result = _result(Path(folder), rank, status)
             records = np.fromfile(Path(folder, f"{rank}.log"), record.RECORD)
-            seen[rank] = entry(result, record.summary(result, records))
+            seen[rank] = record.summary(result, records)
             if whole:
                 programs[rank] = program(result, records)
     fitting = whole and not any(rank["out_of_memory"] for rank in seen.values())
@@ -80,24 +66,21 @@ def rehearse(
     return [seen[rank] for rank in ranks], list(dict.fromkeys(wrong))
 
 
-def _run(
-    task: Task, ranks: Sequence[int], advance: Callable[[int], None], folder: Path
-) -> Generator[tuple[int, int | None]]:
+def _run(task: Task, ranks: Sequence[int], folder: Path) -> Generator[tuple[int, int | None]]:
     """Run `rehearsal.worker`; yields ranks that have ended, with their status; None: it ended itself."""
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
     cuda = str(library() / "libcuda.so.1")  # cuDNN's frontend opens a library for itself
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
     environment |= {"LD_PRELOAD": cuda, "LD_LIBRARY_PATH": str(library()), "CUDNN_FRONTEND_CUDART_LIB_NAME": cuda}
     environment |= {"WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    environment["UB_SKIPMC"] = "1"  # TransformerEngine's user buffers without multicast
     caches = ("TMPDIR", "TORCH_EXTENSIONS_DIR", "TRITON_HOME", "HF_MODULES_CACHE", "HF_DATASETS_CACHE", "MPLCONFIGDIR")
-    environment |= dict.fromkeys(caches, str(folder))
+    environment |= dict.fromkeys(caches, str(folder)) | {"UB_SKIPMC": "1"}  # TransformerEngine without multicast
     given = folder / "task.json"
     given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, ranks=ranks, folder=str(folder))))
     # -P: nothing that happens to lie in this folder is imported.
     command = [sys.executable, "-P", "-m", "rehearsal.worker", str(given)]
     options: Any = {"text": True, "env": environment, "start_new_session": True}
-    done = dict.fromkeys(ranks, 0)
+    left = [*ranks]
     with (
         (folder / "worker.txt").open("w") as said,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, **options) as worker,
@@ -105,16 +88,12 @@ def _run(
     ):
         stack.callback(os.killpg, worker.pid, signal.SIGKILL)  # ranks that still run, too
         assert worker.stdout is not None
-        while done:
+        while left:
             if not (line := worker.stdout.readline()):
-                yield next(iter(done)), None
-            rank, word, number = line.split()
-            if word == "ended":
-                advance(task.steps - done.pop(int(rank)))
-                yield int(rank), int(number)
-            else:
-                advance(int(number) - done[int(rank)])
-                done[int(rank)] = int(number)
+                yield left[0], None
+            rank, status = map(int, line.split())
+            left.remove(rank)
+            yield rank, status
 
 
 def _result(folder: Path, rank: int, status: int | None) -> dict[str, Any]:
@@ -131,45 +110,20 @@ def _result(folder: Path, rank: int, status: int | None) -> dict[str, Any]:
     return result
 
 
-def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of a rank, JSON types: sizes in GiB, counts of the last step."""
-    steps = result["steps"]
-
-    def most(name: str) -> float:
-        return round(max((step.get(name, 0) for step in steps), default=0) / 2**30, 2)
-
-    return {
-        "rank": result["rank"],
-        "predicted_gib": most("predicted") or None,
-        "allocated_gib": most("allocated"),
-        "reserved_gib": most("reserved"),
-        "retries": sum(step["retries"] for step in steps[WARM:]),
-        "out_of_memory": result.get("error"),
-        "syncs_per_step": sum(seen["syncs"].values()),
-        "copies_per_step": sum(seen["copies_to_host"].values()),
-        **seen,
-        "steps": steps,
-        "weights": result["weights"],
-        "passes": result["passes"],
-        "left_out": result.get("left_out", []),
-    }
-
-
 def verdict(ranks: list[dict[str, Any]], task: Task, wrong: Sequence[str], *, modelled: bool) -> tuple[str, str]:
     """Return whether a job fits, and what to do if not, or if memory is predicted wrong.
 
     `wrong`: with its NCCL calls. `modelled`: memory is predicted, of the job's own number format.
     """
-    gpu_gib = task.gpu.gib
     if wrong:
         return "hangs", f"{wrong[0]}; report it with the flags"
     smaller = f"{'give a smaller --wlb-max-tokens, or ' * task.wlb}recompute activations"
     if worst := [r for r in ranks if r["out_of_memory"]]:
         return "does not fit", f"rank {worst[0]['rank']} runs out of memory; {smaller}"
-    if worst := [r for r in ranks if r["retries"] or r["reserved_gib"] > ROOM * gpu_gib]:
+    if worst := [r for r in ranks if r["retries"] or r["reserved_gib"] > ROOM * task.gpu.gib]:
         r = max(worst, key=lambda r: (r["retries"], r["reserved_gib"]))
         return "thrashes", (
-            f"rank {r['rank']} reserves {r['reserved_gib']:.1f} of {gpu_gib:.1f} GiB and frees cached memory "
+            f"rank {r['rank']} reserves {r['reserved_gib']:.1f} of {task.gpu.gib:.1f} GiB and frees cached memory "
             f"{r['retries']} times; {smaller}, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is not"
         )
     off = max(ranks, key=lambda r: abs(r["predicted_gib"] / r["allocated_gib"] - 1)) if modelled else None

@@ -1,7 +1,7 @@
 """Ranks of a rehearsal, with the stand-in loaded: `python -m rehearsal.worker TASK.json`.
 
 Each runs what the job's script runs in a fork, since imports take longer than most ranks, and as many at a time as
-there are processors. Standard output has lines "RANK steps N" after every step, and "RANK ended STATUS".
+there are processors. Standard output has a line "RANK STATUS" for each that has ended.
 """
 
 import contextlib
@@ -52,8 +52,7 @@ class Watch:
     def __init__(self, gpu: Gpu) -> None:
         self._lines: dict[tuple[str, str], int] = {}
         self.at = "start"
-        library = ("contextlib.py", "functools.py", "typing_extensions.py")
-        here = (str(Path(__file__).parent), os.sep + "torch" + os.sep, "<", *library)
+        here = (str(Path(__file__).parent), "/torch/", "<", "contextlib.py", "functools.py", "typing_extensions.py")
         self._passes_on = functools.cache(lambda name: any(part in name for part in here))
         self.native = ctypes.CDLL(None)
         self.asked = ctypes.CFUNCTYPE(ctypes.c_int)(self._where)  # kept: the stand-in calls it
@@ -104,30 +103,22 @@ def main() -> None:
     while waiting or running:
         if waiting and len(running) < len(os.sched_getaffinity(0)):
             rank = waiting.pop()
-            if child := os.fork():
-                running[child] = rank
-            else:
+            if not (child := os.fork()):
                 _run(task, rank, watch, store)
+            running[child] = rank
         else:
             child, status = os.wait()
-            _tell(1, running.pop(child), "ended", os.waitstatus_to_exitcode(status))
-
-
-def _tell(file: int, rank: int, word: str, number: int) -> None:
-    """Write a line at once: all ranks write to one pipe."""
-    os.write(file, f"{rank} {word} {number}\n".encode())
+            print(running.pop(child), os.waitstatus_to_exitcode(status), flush=True)
 
 
 def _run(task: Task, rank: int, watch: Watch, store: Any) -> None:
     """Run a rank, write its results, and end at once: nothing of the stand-in is worth an orderly exit."""
-    progress = os.dup(1)
     said = os.open(Path(task.folder, f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 2)
     os.dup2(said, 1)  # losses and other values mean nothing
     os.environ["RANK"] = str(rank)
     watch.native.rehearsal_begin(os.fsencode(Path(task.folder, f"{rank}.log")), watch.asked)
-    run = Run(task, rank, watch, progress)
-    status = 0
+    run, status = Run(task, rank, watch), 0
     try:
         run.run()
     except BaseException as error:
@@ -143,15 +134,14 @@ def _run(task: Task, rank: int, watch: Watch, store: Any) -> None:
 class Run:
     """A rank of the job, and what is seen of it."""
 
-    def __init__(self, task: Task, rank: int, watch: Watch, progress: int) -> None:
-        self._task, self._rank, self._watch, self._progress = task, rank, watch, progress
-        self._job: Any = None
-        self._plan: Any = None
-        """Of the running step, with `--wlb`."""
+    def __init__(self, task: Task, rank: int, watch: Watch) -> None:
+        self._task, self._watch = task, watch
+        self._planned: dict[str, Any] = {}
+        """Of the running step, with `--wlb`: tokens of micro-batches, and what the memory model says."""
         self._passes: dict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._most = [0, 0]
+        self._most, self._kept = [0, 0], 0
         self._experts = Experts()
-        self.result: dict[str, Any] = {"rank": rank, "steps": [], "passes": [], "weights": 0}
+        self.result: dict[str, Any] = {"rank": rank, "steps": [], "passes": [], "weights": 0, "left_out": []}
 
     def run(self) -> None:
         """Run the job's script with few steps and without what leaves traces."""
@@ -159,7 +149,7 @@ class Run:
         from megatron.core.optimizer import clip_grads, optimizer
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-        from megatron.training import arguments, checkpointing, training
+        from megatron.training import arguments, training
 
         from megatron_wlb.adapter import compat, legacy
 
@@ -168,8 +158,6 @@ class Run:
             *((module, "get_grad_norm_fp32", _norm) for module in (clip_grads, optimizer)),
             (arguments, "parse_args", self._parse),
             (training, "train_step", self._step, "data_iterator"),
-            (training, "save_checkpoint_and_time", _refuse),
-            (checkpointing, "save_checkpoint", _refuse),
             (schedules, "forward_step", functools.partial(self._pass, "forward")),
             (schedules, "backward_step", functools.partial(self._pass, "backward")),
             (BlendedMegatronDatasetBuilder, "build", _build),
@@ -190,14 +178,12 @@ class Run:
     def _run_script(self) -> None:
         first, *rest = self._task.script
         sys.argv = [first, *rest, *self._task.flags]
-        if rest:
-            runpy.run_module(first, run_name="__main__")
-        elif self._task.wlb:
+        if self._task.wlb and not rest:
             from megatron_wlb.adapter import script
 
             script.main()
         else:
-            runpy.run_path(first, run_name="__main__")
+            (runpy.run_module if rest else runpy.run_path)(first, run_name="__main__")
 
     def _parse(self, original: Any, extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
         parsers = []
@@ -235,9 +221,18 @@ class Run:
         return changes
 
     def _begin(self, original: Any, plans: Any, split: str, step: int, *args: Any) -> Any:
+        from megatron.core import parallel_state
+
         found = original(plans, split, step, *args)
-        self._plan, self._job = found[0], plans.job(split, step)
-        self._experts.begin(self._plan, self._job)
+        plan, job = found[0], plans.job(split, step)
+        self._experts.begin(plan, job)
+        stage, rank = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+        tokens = [m.padded_tokens for m in plan.micro_batches]
+        rows = np.array(tokens) / job.parallel.cp
+        exchanged = (moved_rows(m.shards, job.model.widest)[rank] for m in plan.micro_batches)
+        moved = [(received / n, sent / n) for n, (received, sent) in zip(rows, exchanged, strict=True)]
+        weights = self._kept if job.model.moe_router_topk else memory.weight_bytes(job, stage)  # not of all experts
+        self._planned = {"tokens": tokens, "predicted": weights + memory.step_peak_bytes(job, stage, rows, moved)}
         return found
 
     def _pass(self, way: str, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,54 +255,23 @@ class Run:
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         steps = self.result["steps"]
         self._peak()
-        before, self._most = _stats(), [0, 0]
+        before, self._most = torch.cuda.memory_stats(), [0, 0]
+        self._kept = before["allocated_bytes.all.current"]
         self._passes.clear()
-        weights = [weight for chunk in args[2] for weight in chunk.parameters()]
-        self.result["weights"] = _bytes([each for w in weights for each in (w, getattr(w, "main_grad", None))])
+        tensors = (each for chunk in args[2] for w in chunk.parameters() for each in (w, getattr(w, "main_grad", None)))
+        storages = (each.untyped_storage() for each in tensors if isinstance(each, torch.Tensor))
+        self.result["weights"] = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
         self._watch.at = f"step {len(steps)}"
         self._watch.native.rehearsal_mark()
         try:
             return original(*args, **kwargs)
         finally:
             self._watch.native.rehearsal_mark()
-            steps.append(self._seen(before))
+            self._peak()
+            retries = torch.cuda.memory_stats()["num_alloc_retries"] - before["num_alloc_retries"]
+            seen = {"retries": retries, "kept": self._kept, "allocated": self._most[0], "reserved": self._most[1]}
+            steps.append(seen | self._planned)
             self._watch.at = f"after step {len(steps) - 1}"
-            _tell(self._progress, self._rank, "steps", len(steps))
-
-    def _seen(self, before: dict[str, int]) -> dict[str, Any]:
-        self._peak()
-        seen: dict[str, Any] = {"retries": _stats()["retries"] - before["retries"], "kept": before["kept"]}
-        seen |= {"allocated": self._most[0], "reserved": self._most[1]}
-        if self._plan is not None:
-            seen["tokens"] = [m.padded_tokens for m in self._plan.micro_batches]
-            seen["predicted"] = self._predicted(before["kept"])
-        return seen
-
-    def _predicted(self, kept: int) -> float:
-        """What the memory model says of the step that has run.
-
-        Of weights it takes what is `kept` if there are experts, of which a job knows those that a token goes to.
-        """
-        from megatron.core import parallel_state
-
-        job, plan, stage = self._job, self._plan, parallel_state.get_pipeline_model_parallel_rank()
-        rank = parallel_state.get_context_parallel_rank()
-        rows = np.array([m.padded_tokens for m in plan.micro_batches]) / job.parallel.cp
-        exchanged = (moved_rows(m.shards, job.model.widest)[rank] for m in plan.micro_batches)
-        moved = [(received / n, sent / n) for n, (received, sent) in zip(rows, exchanged, strict=True)]
-        peak = memory.step_peak_bytes(job, stage, rows, moved)
-        return peak + (kept if job.model.moe_router_topk else memory.weight_bytes(job, stage))
-
-
-def _stats() -> dict[str, int]:
-    stats = torch.cuda.memory_stats()
-    return {"kept": stats["allocated_bytes.all.current"], "retries": stats["num_alloc_retries"]}
-
-
-def _bytes(values: list[Any]) -> int:
-    """Return the bytes of tensors' storages, each once."""
-    storages = [value.untyped_storage() for value in values if hasattr(value, "untyped_storage")]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _replaced(module: Any, name: str, instead: Any, *parameters: str) -> contextlib.AbstractContextManager[None]:
@@ -335,10 +299,6 @@ def _norm(original: Any, *args: Any, **kwargs: Any) -> float:
     """Return the gradient norm: values are those of memory that nothing wrote to, and upstream takes a root of them."""
     original(*args, **kwargs)
     return 2.0
-
-
-def _refuse(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError("a rehearsal writes no checkpoints: nothing was computed")
 
 
 if __name__ == "__main__":

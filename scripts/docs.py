@@ -186,11 +186,10 @@ def recipes() -> str:
 
 
 def paper() -> str:
-    """The simulated numbers beside the paper's, without times and with no other factor on attention than 1.2."""
+    """The simulated numbers beside the paper's."""
     lines = [
         [line["figure"], line["what"], *(f"{line[c]:.2f}" if line.get(c) else "" for c in report.COLUMNS)]
         for line in _result("paper")["settings"]["comparison"]
-        if line["figure"] in report.FIGURES and not re.search(r"^ms |x 1\.[13]|of the two", line["what"])
     ]
     return _table(["figure", "what", *report.COLUMNS], lines)
 

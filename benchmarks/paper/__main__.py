@@ -2,11 +2,9 @@
 
     python -m benchmarks.paper [--quick] [--check]
 
-Times are simulated under one calibration for all figures (`cases.CALIBRATION`); packing times are measured. Writes
-benchmarks/results/paper.json and docs/paper.png.
+All times are simulated, with the same constants (`cases`). Writes benchmarks/results/paper.json and docs/paper.png.
 """
 
-import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -16,7 +14,7 @@ from rich.progress import track
 
 from benchmarks import results
 from benchmarks.paper import figures, report
-from benchmarks.paper.cases import CALIBRATION, SEVEN_128, TABLE_1
+from benchmarks.paper.cases import SEVEN_128, TABLE_1
 from benchmarks.results import Row
 
 NEAR = 0.06
@@ -35,7 +33,7 @@ def run(scale: dict[str, int], quick: bool) -> list[Row]:
         futures.append(pool.submit(figures.figure_15, scale["layer"]))
         futures.append(pool.submit(figures.table_2, scale["packing"]))
         made = [f.result() for f in track(futures, "simulating", console=Console(stderr=True))]
-    return [{"label": "simulated", **row} for rows in made for row in rows]
+    return [row for rows in made for row in rows]
 
 
 def goals(rows: list[Row]) -> list[results.Goal]:
@@ -56,16 +54,13 @@ def goals(rows: list[Row]) -> list[results.Goal]:
 
 def main() -> None:
     args = results.parser(__doc__, "one case, a few steps").parse_args()
-    begin = time.perf_counter()
     rows = run(QUICK if args.quick else FULL, args.quick)
     comparison = report.compare(rows)
-    results.show(comparison, ("figure", "what", *report.COLUMNS), title="simulated; ms measured")
-    calibration = [dict(zip(("name", "value", "from"), row, strict=True)) for row in CALIBRATION]
+    results.show(comparison, ("figure", "what", *report.COLUMNS))
     # 20 ms of packing are under 0.65 % of a step of 7B-128K, says the paper.
     seconds = {r["case"]: r["step_seconds"] for r in report.of(rows, "12") if r["scheme"] == "WLB-LLM"}
     step_seconds = {"paper, at least": 0.020 / 0.0065, "reproduced": seconds[SEVEN_128.name]}
-    settings = {"seconds": time.perf_counter() - begin, "scale": FULL, "calibration": calibration}
-    settings |= {"checks": {"step_seconds": step_seconds}, "comparison": comparison}
+    settings = {"checks": {"step_seconds": step_seconds}, "comparison": comparison}
     draw = partial(report.draw, rows)
     results.finish(args, "paper", settings=settings, rows=rows, goals=goals(rows), draw=draw)
 

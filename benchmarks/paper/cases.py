@@ -1,4 +1,12 @@
-"""The simulated jobs: Table 1 of the paper under one calibration for all figures."""
+"""The simulated jobs: Table 1 of the paper, with the same constants for all figures.
+
+Rates, kernels and network are those of h100-fa2, and stated there. Assumed, as the paper gives none: `VPP`, the least
+that is interleaved, `S_MAX` in windows, no overlap of tensor-parallel communication, and the shapes of 550M and 30B.
+L_i have the best balance at a mean delay of `MEAN_DELAY` steps (section 4.2), on another sample. The crossover is W_l /
+W_a of these constants. Documents of F2 are cut as Megatron cuts them, and all schemes get the same pieces. Ours
+exchanges the K and V that are needed, in stages; others gather all, and nothing overlaps. Nothing is fitted to a
+figure, but F2 to Table 2.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,36 +29,6 @@ SLOWER = 1.2
 HOPPER = "h100-cudnn"
 """Kernels that use Hopper's loads, as the paper's do (section 5.2) and FlashAttention-2 does not."""
 PROFILE = load_profile("h100-fa2")
-CALIBRATION = (
-    # name, value, source
-    (
-        "linear_tflops",
-        PROFILE.assumed_tflops,
-        "products of 16,384 rows on an H100, by PyTorch; checked by Llama 3 405B in published.json",
-    ),
-    ("wave_outputs", PROFILE.wave_outputs, "of an H100; half of a product's last wave is idle"),
-    ("kernel_us", PROFILE.kernel_us, "assumed, between two kernels"),
-    ("memory_gb_per_s", PROFILE.memory_gb_per_s, "assumed, 80 % of the data sheet"),
-    ("link_gb_per_s", PROFILE.network.link_gb_per_s, "assumed: 400 Gbit/s a GPU, of which 90 % arrive"),
-    ("hop_us", PROFILE.network.hop_us, "assumed"),
-    ("attention", PROFILE.name, "megatron_wlb/hardware/profiles: fitted to FlashAttention-2 on an H100, as published"),
-    ("network", PROFILE.network.name, "megatron_wlb/hardware/networks: fitted to NCCL on 2 to 8 H100, by DistCA"),
-    ("tp_overlap", 0.0, "assumed; the paper overlaps some, and does not say how much"),
-    ("dp_overlap", PROFILE.dp_overlap, "assumed"),
-    ("VPP", VPP, "assumed, the least that is interleaved as the paper's is; see step_seconds for a check"),
-    ("S_max", S_MAX, "assumed, in windows, for WLB-LLM and ours; the paper has it from memory and gives no value"),
-    ("L_i", "tuned", f"two, as section 4.2 has it: best balance at a mean delay of {MEAN_DELAY:g} steps, other sample"),
-    ("crossover", "derived", "W_l / W_a of these constants for every job; WLB-LLM and ours plan by the same"),
-    (
-        "documents",
-        "F2",
-        "megatron_wlb/plan/mock.py, its parameters fitted to Table 2; longer than the window: cut to it",
-    ),
-    ("samples", "windows", "as Megatron cuts them, in the order of documents; all schemes get the same pieces"),
-    ("models", "550m, 30b", "shapes that the paper does not give are assumed in megatron_wlb/model.py"),
-    ("exchange", "staged", "ours: the K and V that are needed, in stages; others gather all of them, nothing overlaps"),
-)
-"""No constant is fitted to a figure, except those of F2, which are fitted to Table 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

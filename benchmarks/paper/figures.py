@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,7 +15,7 @@ from benchmarks.lengths import f2, packer
 from benchmarks.metrics import balanced_time
 from benchmarks.paper.cases import HOPPER, LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case
 from benchmarks.results import Row
-from megatron_wlb.documents import PackedBatch, document_work
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
@@ -83,20 +82,10 @@ def algorithm_1(case: Case, shares: Sequence[float]) -> WlbPacking:
     return WlbPacking(outlier_thresholds=tuple(round(s * case.window) for s in shares))
 
 
-def pack(case: Case, scheme: Scheme, steps: int, seed: int = 0) -> tuple[list[PackedStep], list[float]]:
-    """Steps of a scheme's packing after the first tenth, and the ms that each took."""
-    packs, packed, ms = packer(documents(case.window, seed), scheme.job(case)), [], []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        packed.append(packs.next())
-        ms.append((time.perf_counter() - begin) * 1e3)
-    skipped = int(SKIPPED * steps)
-    return packed[skipped:], ms[skipped:]
-
-
-def summary(case: Case, packed: Sequence[PackedStep]) -> Row:
-    """Balance by work, delay and tokens."""
-    return metrics.summarise([metrics.measure(p.batch, p.step, case.job) for p in packed], skip=0)
+def pack(case: Case, scheme: Scheme, steps: int, seed: int = 0) -> list[PackedStep]:
+    """Steps of a scheme's packing after the first tenth."""
+    packs = packer(documents(case.window, seed), scheme.job(case))
+    return [packs.next() for _ in range(steps)][int(SKIPPED * steps) :]
 
 
 @lru_cache(maxsize=64)
@@ -104,8 +93,8 @@ def tuned(case: Case, num_queues: int = 2) -> tuple[float, ...]:
     """Thresholds L_i of Algorithm 1 in eighths of the window: section 4.2, on a sample of its own."""
 
     def quality(shares: tuple[float, ...]) -> tuple[float, float]:
-        packed, _ = pack(case, replace(WLB, packing=algorithm_1(case, shares)), TUNING_STEPS, seed=1)
-        balance = summary(case, packed)
+        packed = pack(case, replace(WLB, packing=algorithm_1(case, shares)), TUNING_STEPS, seed=1)
+        balance = metrics.summarise([metrics.measure(p.batch, p.step, case.job) for p in packed], skip=0)
         return max(0.0, balance["late_steps"] - MEAN_DELAY), balance["imbalance_mean"]
 
     return min((tuple(e / 8 for e in eighths) for eighths in combinations(range(1, 8), num_queues)), key=quality)
@@ -127,11 +116,11 @@ def outcomes(case: Case, schemes: dict[str, Scheme], steps: int) -> dict[str, Ou
     packed: dict[Packing | None, list[PackedStep]] = {}
     for name, scheme in {"Plain-4D": PLAIN, **schemes}.items():
         if scheme.packing not in packed:
-            packed[scheme.packing], _ = pack(case, scheme, steps)
+            packed[scheme.packing] = pack(case, scheme, steps)
         work, times = [], []
         for p in packed[scheme.packing]:
             step = simulate(case, scheme, p.batch)
-            work.append(float(document_work(p.batch.documents["length"], case.job.crossover_tokens).sum()))
+            work.append(float(case.job.work(p.batch.documents["length"]).sum()))
             times.append(step.time)
             if name == "Plain-4D":
                 limits.append((balanced_time(step), balanced_time(_without_exchange(step))))
@@ -165,7 +154,7 @@ def speedup(one: Outcome, plain: Outcome) -> Row:
 
 
 def table_2(steps: int) -> list[Row]:
-    """Imbalance of 7B-128K by simulated forward latency, as the paper measures it, and by work; packing is measured.
+    """Imbalance of 7B-128K by simulated forward latency, as the paper measures it.
 
     Rows of the solver, which takes minutes, come from benchmarks/packing.py, by work. Latency has the sharding of the
     scheme that the packing belongs to: per-sequence, the paper's choice, or ours.
@@ -178,8 +167,7 @@ def table_2(steps: int) -> list[Row]:
     for r in json.loads((results.FOLDER / "packing.json").read_text())["rows"]:
         if r["policy"].startswith("solver"):
             label = ", ".join(r["policy"].split(", ")[:2])
-            measures = {"imbalance": r["imbalance_mean"], "longest_ms": r["plan_ms_max"], "steps": r["steps"]}
-            rows.append({"figure": "table 2", "packing": label, **measures, "from": "packing.json"})
+            rows.append({"figure": "table 2", "packing": label, "imbalance": r["imbalance_mean"], "steps": r["steps"]})
     for queues in (1, 2, 3):
         shares = tuned(case, queues)
         scheme = replace(WLB, packing=algorithm_1(case, shares))
@@ -188,20 +176,10 @@ def table_2(steps: int) -> list[Row]:
 
 
 def _packing(label: str, case: Case, scheme: Scheme, steps: int) -> Row:
-    packed, ms = pack(case, scheme, steps)
-    balance = summary(case, packed)
+    packed = pack(case, scheme, steps)
     forward = [simulate(case, scheme, p.batch).passes[0].forward.sum(axis=(0, 1)) for p in packed]
     latency = [float(each.max() * len(each) / each.sum()) for each in forward]
-    return {
-        "figure": "table 2",
-        "packing": label,
-        "imbalance": float(np.mean(latency)),
-        "standard_error": float(np.std(latency, ddof=1) / np.sqrt(len(latency))),
-        "imbalance_by_work": balance["imbalance_mean"],
-        **{name: balance[name] for name in ("late_steps", "max_delay_steps", "token_cv")},
-        "measured_ms": float(np.median(ms)),
-        "steps": len(packed),
-    }
+    return {"figure": "table 2", "packing": label, "imbalance": float(np.mean(latency)), "steps": len(packed)}
 
 
 def figure_12(case: Case, steps: int) -> list[Row]:
@@ -213,14 +191,10 @@ def figure_12(case: Case, steps: int) -> list[Row]:
     best = max(fixed, key=lambda s: fixed[s]["speedup"])
     ratios = {"Plain-4D": ratios.pop("Plain-4D"), "Fixed-4D": fixed[best] | {"sharding": best}, **ratios}
     for name in MAIN:
-        for limit, key in (("limit of balance", "share_of_balance"), ("limit", "share_of_limit")):
-            ratios[name][key] = (ratios[name]["speedup"] - 1) / (ratios[limit]["speedup"] - 1)
-    seconds = float(by_scheme["WLB-LLM"].times.mean() / 1e6)
-    plan = {"crossover_tokens": case.job.crossover_tokens, "L_i": tuned(case), "step_seconds": seconds}
-    ratios["WLB-LLM"] |= plan
+        ratios[name]["share_of_balance"] = (ratios[name]["speedup"] - 1) / (ratios["limit of balance"]["speedup"] - 1)
+    ratios["WLB-LLM"] |= {"L_i": tuned(case), "step_seconds": float(by_scheme["WLB-LLM"].times.mean() / 1e6)}
     newer = outcomes(case.changed(profile=load_profile(HOPPER)), {"WLB-LLM": WLB}, steps)
-    seconds = float(newer["WLB-LLM"].times.mean() / 1e6)
-    ratios[f"WLB-LLM, kernels of {HOPPER}"] = speedup(newer["WLB-LLM"], newer["Plain-4D"]) | {"step_seconds": seconds}
+    ratios[f"WLB-LLM, kernels of {HOPPER}"] = speedup(newer["WLB-LLM"], newer["Plain-4D"])
     return [{"figure": "12", "case": case.name, "scheme": name, **row} for name, row in ratios.items()]
 
 
@@ -237,13 +211,12 @@ def figure_15(micro_batches: int) -> list[Row]:
         assert profile.backward is not None
         slow = {"forward": profile.forward.scaled(SLOWER), "backward": profile.backward.scaled(SLOWER)}
         slower = case.changed(profile=replace(profile, **slow))
-        packed, _ = pack(case, PLAIN, -(-micro_batches // case.job.num_micro_batches))
+        packed = pack(case, PLAIN, -(-micro_batches // case.job.num_micro_batches))
         times: dict[str, list[float]] = {}
         for lengths in [lengths for p in packed for lengths in p.batch.lengths]:
             layers = {s: _layer(case, replace(PLAIN, sharding=s), lengths) for s in (*FIXED, "paper")}
             us = {name: _time(each) for name, each in layers.items()}
             us["WLB-LLM"] = us.pop("paper")
-            us["optimal of the two"] = min(us["per-sequence"], us["per-document"])
             us[f"per-document, {assumption}"] = _time(_layer(slower, FIXED["per-document"], lengths))
             us[f"optimal, {assumption}"] = min(us["per-sequence"], us[f"per-document, {assumption}"])
             us["ours, balance alone"] = _time(_layer(case, BALANCE, lengths))
@@ -254,8 +227,7 @@ def figure_15(micro_batches: int) -> list[Row]:
         by_scheme = {n: Outcome(work=np.ones(len(each)), times=np.array(each)) for n, each in times.items()}
         for name, outcome in by_scheme.items():
             row = {"figure": "15", "window": case.window, "scheme": name}
-            row |= speedup(outcome, by_scheme["per-sequence"])
-            rows.append(row | {"layer_ms": float(outcome.times.mean() / 1e3)})
+            rows.append(row | speedup(outcome, by_scheme["per-sequence"]))
     return rows
 
 

@@ -12,9 +12,10 @@ import torch
 
 from benchmarks import convergence
 from benchmarks.convergence import QUICK, VARIANTS, Trainer, cut, job_of
-from benchmarks.convergence_model import Shape, accumulate
+from benchmarks.convergence_model import accumulate
 from benchmarks.fixed import FixedPacking
 from megatron_wlb.describe import make
+from megatron_wlb.model import shape
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan.dataset import read_lengths
 from megatron_wlb.plan.packer import Packer
@@ -31,7 +32,7 @@ STEPS = 3
 # The model and the data of tests/adapter/training.py, with as many key heads as query heads.
 TINY = replace(
     QUICK,
-    shape=Shape(num_layers=4, hidden_size=64, ffn_hidden_size=96, num_heads=8, vocab_size=256),
+    shape=shape(4, 64, 96, 8, 8, 256, kv_channels=8),
     context_length=256,
     crossover_over_window=0.5,
 )
@@ -110,13 +111,13 @@ def data():
     """Documents of 2 to 599 tokens, a tenth of them held out."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4, 1.2, 400), 2, 599).astype(np.int64)
-    tokens = (TINY.shape.vocab_size * rng.random(lengths.sum()) ** 3).astype(np.uint16)  # the first are frequent
+    tokens = (TINY.shape.padded_vocab_size * rng.random(lengths.sum()) ** 3).astype(np.uint16)  # the first are frequent
     return {"tokens": tokens, "lengths": lengths, "held_out": np.arange(400) % 10 == 3, "summary": {"digest": "-"}}
 
 
 SHORT = replace(
     TINY,
-    shape=Shape(num_layers=1, hidden_size=16, ffn_hidden_size=16, num_heads=2, vocab_size=256),
+    shape=shape(1, 16, 16, 2, 2, 256, kv_channels=8),
     start_batches=4,
     global_batches=20,
     validation_tokens=1000,

@@ -23,17 +23,13 @@ def work(length):
     return length * (length + JOB.crossover_tokens)
 
 
-def measured(step, *micro_batches, plan_ms=0.0):
-    return measure(packing(*micro_batches), step, JOB, plan_ms)
-
-
 def test_a_run():
     rng = np.random.default_rng(0)
     runs = [
         [[(int(rng.integers(1, 64)), int(t - rng.integers(-2, 6))) for _ in range(rng.integers(1, 9))] for _ in "abcd"]
         for t in range(45)
     ]
-    steps = [measured(t, *micro_batches, plan_ms=t + 1.0) for t, micro_batches in enumerate(runs)]
+    steps = [measure(packing(*micro_batches), t, JOB) for t, micro_batches in enumerate(runs)]
     summary = summarise(steps)
 
     kept = range(4, 41)  # a tenth of 45 is 4 at either end
@@ -43,12 +39,11 @@ def test_a_run():
     imbalances = [max(each) * 4 / sum(each) for each in loads]
     expected = {
         "imbalance_mean": np.mean(imbalances),
-        "imbalance_p95": np.quantile(imbalances, 0.95),
         "late_steps": np.mean(np.maximum(token_delays, 0)),
         "token_cv": np.std(tokens) / np.mean(tokens),
     }
     # All steps, not only those of the averages.
-    expected |= {"steps": 45, "plan_ms_median": 23.0, "plan_ms_min": 1.0, "plan_ms_max": 45.0}
+    expected["steps"] = 45
     expected["tokens"] = sum(length for run in runs for m in run for length, _ in m)
     expected["max_delay_steps"] = max(t - arrival for t, run in enumerate(runs) for m in run for _, arrival in m)
     assert {name: summary[name] for name in expected} == pytest.approx(expected)

@@ -6,7 +6,7 @@ from megatron_wlb.job import Parallel
 from rehearsal import match as matching
 from rehearsal.match import MAKING, Call
 from rehearsal.record import Kind
-from rehearsal.run import chosen, matched
+from rehearsal.run import chosen
 
 PAIR, OTHER = ("0//cuda//0", (0, 1)), ("1//cuda//0", (0, 1))
 
@@ -121,15 +121,15 @@ def test_ranks_that_did_not_run_call_what_others_call():
 
 def test_large_jobs_run_two_tensor_parallel_ranks_of_every_kind():
     job = Parallel(tp=8, cp=4, pp=2, dp=3)
-    assert matched(job) == [
+    assert chosen(job, every=True) == [
         (s * 3 + d) * 32 + c * 8 + t for s in (0, 1) for d in (0, 2) for c in range(4) for t in (0, 1)
     ]
-    assert matched(Parallel(tp=8, cp=4, pp=2)) == [*range(64)]
-    assert chosen(job) == [(s * 3 + d) * 32 + c * 8 for s in (0, 1) for d in (0, 2) for c in (0, 3)]
+    assert chosen(Parallel(tp=8, cp=4, pp=2), every=True) == [*range(64)]
+    assert chosen(job, every=False) == [(s * 3 + d) * 32 + c * 8 for s in (0, 1) for d in (0, 2) for c in (0, 3)]
 
 
 def test_stages_may_be_numbered_before_data_parallel_ranks():
     job = Parallel(tp=2, pp=2, dp=3, stages_before_dp=True)
-    assert chosen(job) == [0, 2, 8, 10] and matched(job) == [*range(12)]
+    assert chosen(job, every=False) == [0, 2, 8, 10] and chosen(job, every=True) == [*range(12)]
     assert [job.rank(stage, 1, 0, 1) for stage in (0, 1)] == [5, 7] and job.stage_stride == 2
-    assert chosen(Parallel(tp=2, pp=2, dp=3)) == [0, 4, 6, 10]
+    assert chosen(Parallel(tp=2, pp=2, dp=3), every=False) == [0, 4, 6, 10]
