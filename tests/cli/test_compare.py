@@ -146,6 +146,11 @@ def test_where_losses_part_is_told(tmp_path, capsys):
     assert found["losses_part_at"] == 30 and found["loss_difference"] == pytest.approx(0.0605)
     said = "Losses part at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
     assert said in capsys.readouterr().out
+    diverged = [entry(i, seconds, loss) for i, (seconds, loss) in enumerate(zip(SLOW, LOSSES, strict=True), start=1)]
+    for step in diverged[29:]:
+        step["loss"] = None  # as --wlb-log has what is no number
+    compared(tmp_path, tmp_path / "a", write(tmp_path / "c", diverged))
+    assert "Losses are equal to 0.0e+00 at 19 of them; at the others a log has none." in capsys.readouterr().out
 
 
 def test_the_first_steps_of_every_start_are_left_out(tmp_path):
