@@ -145,7 +145,7 @@ def _flags(name: str, given: tuple[int, ...] | str, count: int) -> list[int]:
         found = _list_of(ast.parse(text, mode="eval").body)
     if len(found) < count:
         raise ValueError(
-            f"{flag_of(name)} is {short(text)}; give N, or a list of 1 and 0 for each of {count} layers, such as "
+            f"{flag_of(name)} is {short(text) or 'missing'}; give N, or a list of 1 and 0 for each of {count} layers, such as "
             "([1]*5+[0])*4"
         )
     return found[:count]

@@ -126,7 +126,7 @@ def test_layouts(stated, expected):
         ({"window_size": (64, 0), "window_attn_skip_freq": [1, 0]}, r"is \[1, 0\]; .* for each of 12 layers"),
         ({"hybrid_layer_pattern": "M*D"}, "has D; its cost is not known"),
         ({"hybrid_layer_pattern": "M*M*-/M"}, "has /; its cost is not known"),
-        ({"experimental_attention_variant": "gated_delta_net"}, "--linear-attention-freq is ; give N"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "--linear-attention-freq is missing; give N"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
     ],
 )  # fmt: skip
