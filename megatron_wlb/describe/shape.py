@@ -88,6 +88,11 @@ def _mixers(a: MegatronArguments, pattern: str, hidden_size: int) -> dict[str, M
     """Return the mixers of a pattern's layers."""
     found = {}
     if DELTA_NET in pattern:
+        if a.linear_num_value_heads % a.linear_num_key_heads:
+            raise ValueError(
+                f"--linear-num-key-heads {a.linear_num_key_heads} does not divide --linear-num-value-heads "
+                f"{a.linear_num_value_heads}; change one of them"
+            )
         found["delta_net"] = gated_delta_net(
             key_heads=a.linear_num_key_heads,
             value_heads=a.linear_num_value_heads,
@@ -145,8 +150,8 @@ def _flags(name: str, given: tuple[int, ...] | str, count: int) -> list[int]:
         found = _list_of(ast.parse(text, mode="eval").body)
     if len(found) < count:
         raise ValueError(
-            f"{flag_of(name)} is {short(text) or 'missing'}; give N, or a list of 1 and 0 for each of {count} layers, such as "
-            "([1]*5+[0])*4"
+            f"{flag_of(name)} is {short(text) or 'missing'}; give N, or a list of 1 and 0 for each of {count} layers, "
+            "such as ([1]*5+[0])*4"
         )
     return found[:count]
 

@@ -127,6 +127,7 @@ def test_layouts(stated, expected):
         ({"hybrid_layer_pattern": "M*D"}, "has D; its cost is not known"),
         ({"hybrid_layer_pattern": "M*M*-/M"}, "has /; its cost is not known"),
         ({"experimental_attention_variant": "gated_delta_net"}, "--linear-attention-freq is missing; give N"),
+        ({"hybrid_layer_pattern": "MG", "linear_num_value_heads": 24}, "-key-heads 16 does not divide .* 24;"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
     ],
 )  # fmt: skip
