@@ -137,6 +137,13 @@ def test_a_job_goes_through_json(name):
     assert differences(saved, described.to_json()) == []
 
 
+def test_numbers_of_numpy_are_pythons():
+    four, sizes = np.int64(4), {"context_length": np.int32(64), "max_tokens": np.int64(128), "dp": np.int64(2)}
+    given = job(global_batch_size=four, settings=PlanSettings(micro_batches=four, max_tokens=np.int64(64)), **sizes)
+    assert json.loads(json.dumps(given.to_json()))["max_tokens"] == 128 and "np." not in repr(given)
+    assert given == job(max_tokens=128, dp=2)
+
+
 def test_layers_of_every_kind_are_counted_where_they_run():
     """Six layers on two stages of two chunks; Megatron numbers an MTP layer from 1 again."""
     model = replace(MODEL, num_layers=6, window=64, pattern="WW*", mtp_num_layers=1)
