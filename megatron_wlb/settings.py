@@ -37,6 +37,8 @@ class Settings:
         plain(self)
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
+            if value == "":  # of a variable that is not set
+                raise ValueError(f"{flag(f.name)} is empty; give a value, or leave the flag out")
             choices, least, most = (f.metadata.get(key) for key in ("choices", "least", "most"))
             if choices and value not in choices:
                 raise ValueError(f"{flag(f.name)} is {value!r}; choose one of {', '.join(choices)}")

@@ -44,7 +44,12 @@ def test_flags_are_generated_from_settings():
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"count": 10}, "--wlb-count is 10; .* 1 to 9"), ({"count": "many"}, "1 to 9"), ({"kind": "c"}, "a, b")],
+    [
+        ({"count": 10}, "--wlb-count is 10; .* 1 to 9"),
+        ({"count": "many"}, "1 to 9"),
+        ({"kind": "c"}, "a, b"),
+        ({"kind": ""}, "--wlb-kind is empty; give a value, or leave the flag out"),
+    ],
 )
 def test_a_setting_is_checked_where_it_is_made(wrong, message):
     with pytest.raises(ValueError, match=message):
