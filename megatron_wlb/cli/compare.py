@@ -335,7 +335,8 @@ def _of_tensorboard(name: str, skip: int) -> Log:
     if ours:
         rows = [(n, 1, ms / 1e3, trained[n], losses.get(n, math.nan)) for n, ms in ours.items() if n in trained]
     elif spent:
-        tokens, before = number("global_batch_size") * number("seq_length"), 0
+        tokens, numbers = number("global_batch_size") * number("seq_length"), [*spent]
+        before = 2 * numbers[0] - numbers[1] if numbers[1:] else 0  # it may begin with a checkpoint
         for n, seconds in spent.items():
             count, own = n - before, [losses.get(i, math.nan) for i in range(before + 1, n + 1)]
             rows.append((n, count, count * seconds, count * tokens, sum(own)))
