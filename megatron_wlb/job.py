@@ -16,7 +16,7 @@ from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import Matrix, ModelShape
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from megatron_wlb.pipeline.split import EVEN, Split
-from megatron_wlb.settings import Settings, setting
+from megatron_wlb.settings import Settings, plain, setting
 
 MAX_TOKENS = _native.MAX_TOKENS
 """Longest micro-batch whose work is exact in 64 bits, with room for sums over a global batch."""
@@ -57,6 +57,7 @@ class Parallel:
     """`--use-tp-pp-dp-mapping`: ranks are numbered by TP, CP, PP and DP."""
 
     def __post_init__(self) -> None:
+        plain(self)
         for name in ("tp", "cp", "pp", "vpp", "dp", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; a parallel size must be at least 1")
@@ -232,6 +233,7 @@ class Job:
     """Layers whose activations are in host memory until backward (`--cpu-offloading-num-layers`)."""
 
     def __post_init__(self) -> None:
+        plain(self)
         for name in ("context_length", "global_batch_size", "num_micro_batches", "crossover_tokens", "row_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -7,6 +7,8 @@ from dataclasses import field, fields
 from shlex import quote
 from typing import Any, Self
 
+import numpy as np
+
 
 def setting(
     default: Any,
@@ -32,8 +34,11 @@ class Settings:
     __slots__ = ()
 
     def __post_init__(self) -> None:
+        plain(self)
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
+            if value == "":  # of a variable that is not set
+                raise ValueError(f"{flag(f.name)} is empty; give a value, or leave the flag out")
             choices, least, most = (f.metadata.get(key) for key in ("choices", "least", "most"))
             if choices and value not in choices:
                 raise ValueError(f"{flag(f.name)} is {value!r}; choose one of {', '.join(choices)}")
@@ -63,6 +68,13 @@ class Settings:
     def from_args(cls, args: argparse.Namespace) -> Self:
         """Build the settings from parsed flags. Raises ValueError out of range."""
         return cls(**{f.name: getattr(args, f"wlb_{f.name}") for f in fields(cls)})  # type: ignore[arg-type]
+
+
+def plain(described: Any) -> None:
+    """Make Python's numbers of NumPy's in a frozen dataclass: JSON takes no others, and ranks compare their `repr`."""
+    for f in fields(described):
+        if isinstance(value := getattr(described, f.name), np.generic):
+            object.__setattr__(described, f.name, value.item())
 
 
 def flag(name: str) -> str:

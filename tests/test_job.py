@@ -44,7 +44,12 @@ def test_flags_are_generated_from_settings():
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"count": 10}, "--wlb-count is 10; .* 1 to 9"), ({"count": "many"}, "1 to 9"), ({"kind": "c"}, "a, b")],
+    [
+        ({"count": 10}, "--wlb-count is 10; .* 1 to 9"),
+        ({"count": "many"}, "1 to 9"),
+        ({"kind": "c"}, "a, b"),
+        ({"kind": ""}, "--wlb-kind is empty; give a value, or leave the flag out"),
+    ],
 )
 def test_a_setting_is_checked_where_it_is_made(wrong, message):
     with pytest.raises(ValueError, match=message):
@@ -135,6 +140,13 @@ def test_a_job_goes_through_json(name):
     saved = json.loads(json.dumps(described.to_json()))
     assert saved["packing"]["name"] == name and saved["sharding"]["cp_gradients"] == "model"
     assert differences(saved, described.to_json()) == []
+
+
+def test_numbers_of_numpy_are_pythons():
+    four, sizes = np.int64(4), {"context_length": np.int32(64), "max_tokens": np.int64(128), "dp": np.int64(2)}
+    given = job(global_batch_size=four, settings=PlanSettings(micro_batches=four, max_tokens=np.int64(64)), **sizes)
+    assert json.loads(json.dumps(given.to_json()))["max_tokens"] == 128 and "np." not in repr(given)
+    assert given == job(max_tokens=128, dp=2)
 
 
 def test_layers_of_every_kind_are_counted_where_they_run():

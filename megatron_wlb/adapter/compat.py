@@ -195,6 +195,8 @@ def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
         known = {models.GPTModelConfig: {}, models.HybridModelConfig: upstream().hybrid}
         if type(model) not in known or model_provider is not None:
             raise another_model("model_provider" if model_provider is not None else type(model).__name__)
+        if type(model) is models.GPTModelConfig and model.transformer.is_hybrid_model:
+            raise ValueError("this script ignores --hybrid-layer-pattern; run pretrain_hybrid.py or leave it out")
         digests = digests | dict(known[type(model)])
     functions = forward_step.__globals__ | {"forward_step": forward_step}
     if changed := [name for name, digest in digests.items() if meaning_of(functions.get(name)) != digest]:

@@ -1,6 +1,7 @@
 """Conversations of `--sft`, tokenized once by the datasets library, which keeps them in its cache."""
 
 import functools
+import glob
 import hashlib
 import importlib
 import itertools
@@ -150,7 +151,8 @@ def _identity(tokenizer: Any) -> tuple[Any, ...]:
 def _tokenized(file: Path, tokenizer: Any, cache: str | None, datasets: Any) -> Any:
     """Return a row for every row of a file, see `_row`; from the cache if they are there."""
     try:
-        table = datasets.load_dataset(_kind(file), data_files=str(file), split="all", cache_dir=cache)
+        named = glob.escape(str(file))  # the library takes names for patterns
+        table = datasets.load_dataset(_kind(file), data_files=named, split="all", cache_dir=cache)
     except Exception as error:  # of all kinds, StopIteration for an empty file
         raise ValueError(
             f"{file} cannot be read by the datasets library: {error.__cause__ or repr(error)}; mend it, and see that "

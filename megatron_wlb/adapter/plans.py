@@ -48,6 +48,7 @@ class Plans:
         self._same = _code() | {f"{split} data": data.identity for split, data in splits.items()}
         self._same |= {"--wlb-digest": int(args.wlb_digest)}
         self._same |= {f"{split} loss mask": 2 * self._reads(split) + self._weighs(split) for split in splits}
+        self._same |= {f"{split} micro-batch size": readings[split].windows or 0 for split in splits}
         """Digests of what must be the same on all ranks in every step, in words."""
 
     def planner(self, split: str, first_step: int) -> Planner:

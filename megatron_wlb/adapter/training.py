@@ -119,7 +119,8 @@ class Training:
         if datasets.evaluates(args):
             validation = {"valid": valid}
             if args.multiple_validation_sets:
-                validation = {f"valid {i}": each for i, each in enumerate(valid)}
+                several = valid if isinstance(valid, list) else [valid]
+                validation = {f"valid {i}": each for i, each in enumerate(several)}
             sets |= validation | ({} if test is None or args.multiple_validation_sets else {"test": test})
         for name, dataset in sets.items():
             if dataset is None or not len(dataset):

@@ -139,15 +139,16 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
 def _losses(steps: Sequence[np.ndarray], numbers: dict[str, Any]) -> str:
     """Return whether losses are those of the same training, and set what differs most."""
     a, b = (each[:, 4] / each[:, 1] for each in steps)
-    with np.errstate(invalid="ignore"):  # losses may be infinite
+    with np.errstate(invalid="ignore", divide="ignore"):  # losses may be infinite, or 0
         off = np.abs(b / a - 1)
     known = np.flatnonzero(np.isfinite(off))
     if not len(known):
-        return "Neither log's losses are of these steps."
+        return "No step has a loss in both logs."
     most = known[off[known].argmax()]
     numbers["loss_difference"] = float(off[most])
     if off[most] <= SAME_LOSS:
-        return f"Losses are equal to {off[most]:.1e} at each of them."
+        where = "each of them" if len(known) == len(off) else f"{len(known):,} of them; at the others a log has none"
+        return f"Losses are equal to {off[most]:.1e} at {where}."
     first = known[(off[known] > SAME_LOSS).argmax()]
     number = int(steps[0][first, 0])
     numbers["losses_part_at"] = number
@@ -334,7 +335,8 @@ def _of_tensorboard(name: str, skip: int) -> Log:
     if ours:
         rows = [(n, 1, ms / 1e3, trained[n], losses.get(n, math.nan)) for n, ms in ours.items() if n in trained]
     elif spent:
-        tokens, before = number("global_batch_size") * number("seq_length"), 0
+        tokens, numbers = number("global_batch_size") * number("seq_length"), [*spent]
+        before = 2 * numbers[0] - numbers[1] if numbers[1:] else 0  # it may begin with a checkpoint
         for n, seconds in spent.items():
             count, own = n - before, [losses.get(i, math.nan) for i in range(before + 1, n + 1)]
             rows.append((n, count, count * seconds, count * tokens, sum(own)))

@@ -45,7 +45,6 @@ def make_job(
     settings, parallel = settings or PlanSettings(), parallel or Parallel()
     if settings.memory_budget is not None:
         budget_bytes = settings.memory_budget * 2**30
-    # Converts NumPy's integers, too, which JSON does not take.
     window, windows = index(context_length), index(global_batch_size)
     count = index(
         given.pop("num_micro_batches", windows if settings.micro_batches == "auto" else settings.micro_batches)

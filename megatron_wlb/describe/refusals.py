@@ -105,6 +105,9 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
         "--tensor-model-parallel-size over 1 without --sequence-parallel leaves gradients of norms in gated delta nets "
         "that upstream does not sum over ranks; give --sequence-parallel"
     ): lambda a: _has_delta_nets(a) and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
+    "gated delta nets know no activation but SiLU, and upstream fails at the first step with another; give --swiglu": (
+        lambda a: _has_delta_nets(a) and not a.swiglu
+    ),
     "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets": lambda a: (
         a.multiple_validation_sets and not a.full_validation
     ),
@@ -193,7 +196,7 @@ def check(args: Namespace) -> None:
 
 def refuses(name: str, value: Any, *, has_experts: bool) -> bool:
     """Return whether `check` refuses an argument for its value alone."""
-    served = {"seq_length": 1024, "attention_dropout": 0, "tensor_model_parallel_size": 1}
+    served = {"seq_length": 1024, "attention_dropout": 0, "tensor_model_parallel_size": 1, "swiglu": True}
     try:
         check(Namespace(**served | {"num_experts": 2 if has_experts else None, name: value}))
     except (ValueError, TypeError):  # text instead of a number

@@ -62,7 +62,7 @@ def model_of(a: MegatronArguments, name: str | None = None) -> ModelShape:
         multiple = a.make_vocab_size_divisible_by * a.tensor_model_parallel_size
         sizes["padded_vocab_size"] = a.padded_vocab_size or math.ceil((vocabulary or 0) / multiple) * multiple
     known = base is not None and base.moe_router_topk and a.moe_ffn_hidden_size is None
-    if (a.num_experts or 1) > 1 and not known:
+    if (a.num_experts or 0) > (not a.hybrid_layer_pattern) and not known:
         sizes |= _experts(a, sizes.get("ffn_hidden_size") or (base.ffn_hidden_size if base else 0))
     sizes |= _layers(a, sizes["num_layers"] if base is None else sizes.get("num_layers", base.num_layers))
     sizes |= _mixers(a, sizes["pattern"], sizes.get("hidden_size") or (base.hidden_size if base else 0))
@@ -88,6 +88,11 @@ def _mixers(a: MegatronArguments, pattern: str, hidden_size: int) -> dict[str, M
     """Return the mixers of a pattern's layers."""
     found = {}
     if DELTA_NET in pattern:
+        if a.linear_num_value_heads % a.linear_num_key_heads:
+            raise ValueError(
+                f"--linear-num-key-heads {a.linear_num_key_heads} does not divide --linear-num-value-heads "
+                f"{a.linear_num_value_heads}; change one of them"
+            )
         found["delta_net"] = gated_delta_net(
             key_heads=a.linear_num_key_heads,
             value_heads=a.linear_num_value_heads,
@@ -97,6 +102,11 @@ def _mixers(a: MegatronArguments, pattern: str, hidden_size: int) -> dict[str, M
     if MAMBA in pattern:
         heads = a.mamba_num_heads or 2 * hidden_size // a.mamba_head_dim
         groups, state = a.mamba_num_groups, a.mamba_state_dim
+        if not heads or heads % groups:
+            raise ValueError(
+                f"--mamba-num-groups {groups} does not divide {heads} heads of Mamba layers (--mamba-num-heads, or 2 x "
+                "--hidden-size / --mamba-head-dim); change one of them"
+            )
         found["mamba"] = mamba(heads=heads, head_dim=a.mamba_head_dim, groups=groups, state_dim=state)
     return found
 
@@ -120,6 +130,8 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
             raise ValueError(
                 f"--hybrid-layer-pattern has {min(others)}; its cost is not known, give of *, M, G, - and E"
             )
+        if EXPERTS in kinds and not a.num_experts:
+            raise ValueError("--hybrid-layer-pattern has E without --num-experts; give both or none")
     elif a.experimental_attention_variant in DELTA_NETS:
         linear = _flags("linear_attention_freq", a.linear_attention_freq or "", count)
         kinds = [DELTA_NET if each else FULL for each in linear]
@@ -145,8 +157,8 @@ def _flags(name: str, given: tuple[int, ...] | str, count: int) -> list[int]:
         found = _list_of(ast.parse(text, mode="eval").body)
     if len(found) < count:
         raise ValueError(
-            f"{flag_of(name)} is {short(text)}; give N, or a list of 1 and 0 for each of {count} layers, such as "
-            "([1]*5+[0])*4"
+            f"{flag_of(name)} is {short(text) or 'missing'}; give N, or a list of 1 and 0 for each of {count} layers, "
+            "such as ([1]*5+[0])*4"
         )
     return found[:count]
 

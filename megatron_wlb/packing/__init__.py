@@ -11,7 +11,7 @@ DEFAULT_POLICY = "adaptive"
 
 def policy_of(text: str | None) -> Packing:
     """Return the policy of NAME or NAME:PARAMETER, or the default. Raises ValueError for others."""
-    name, _, parameter = (text or DEFAULT_POLICY).partition(":")
+    name, _, parameter = (DEFAULT_POLICY if text is None else text).partition(":")
     if name not in POLICIES:
         raise ValueError(f"--wlb-packing is {text!r}; choose one of {', '.join(POLICIES)}")
     try:

@@ -155,6 +155,8 @@ def windows(
     `seed` None keeps the order. `num_samples`: at least so many, from as many epochs as it takes; None: one epoch.
     Raises ValueError if there is not one window, and for lengths that are none.
     """
+    if context_length < 1:
+        raise ValueError(f"context_length is {context_length}; give at least 1")
     lengths = np.asarray(lengths)
     if lengths.size and (lengths.ndim != 1 or lengths.dtype.kind not in "iu" or lengths.min() < 0):
         raise ValueError(f"lengths have shape {lengths.shape} of {lengths.dtype}; give whole numbers from 0 on")

@@ -197,7 +197,7 @@ def imbalances(step: SimulatedStep) -> dict[str, float]:
     return {
         "pp": float((times.max(axis=1) / times.mean(axis=1)).mean()),
         "dp": float(times.sum(axis=1).max() / times.sum(axis=1).mean()),
-        "cp": float(attention.max(axis=1).sum() / attention.mean(axis=1).sum()),
+        "cp": float(attention.max(axis=1).sum() / attention.mean(axis=1).sum()) if attention.any() else 1.0,
     }
 
 

@@ -195,6 +195,10 @@ def test_several_conversations_of_a_row_and_folders(tmp_path, tokenizer):
     found = conversations.read(str(tmp_path), arguments(tokenizer, path, data_cache_path=str(tmp_path / "cache")))
     assert len(found.lengths) == 3 and found.begins.tolist() == [0, 2, 3]
     assert [len(found.row(i)[0]) for i in (0, 1)] == [sum(found.lengths[:2]), found.lengths[2]]
+    Path(path).rename(tmp_path / "row[1].jsonl")  # no pattern, which would find no file, or another one
+    (tmp_path / "row1.jsonl").write_text(json.dumps({"messages": LONG}))
+    found = conversations.read(str(tmp_path / "row[1].jsonl"), arguments(tokenizer, path))
+    assert found.begins.tolist() == [0, 2, 3]
 
 
 def test_tokenizing_happens_once(tmp_path, tokenizer, monkeypatch):

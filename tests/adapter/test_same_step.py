@@ -117,7 +117,8 @@ def test_fp16_has_the_scale_of_a_mean_over_tokens(dataset):
 
 
 @pytest.mark.parametrize(
-    "blend", ["0.7 {} 0.3 {}", full("{} {}"), "defer", "per split", full("args path"), "full validation", "mock"]
+    "blend",
+    ["0.7 {} 0.3 {}", full("{} {}"), "defer", "per split", full("args path"), "full validation", "one set", "mock"],
 )
 def test_datasets(blend, dataset, other, tmp_path):
     """Blends, split by split, from files, evaluated; also read late, and over whole validation sets."""
@@ -127,9 +128,10 @@ def test_datasets(blend, dataset, other, tmp_path):
         case "per split":
             flags += ["--train-data-path", "2", dataset, "1", other, "--valid-data-path", other]
             flags += ["--test-data-path", other]
-        case "full validation":
+        case "full validation" | "one set":
             flags = f"{GENTLE} --full-validation --eval-interval 2 --global-batch-size 2 --train-data-path".split()
-            flags += [dataset, "--valid-data-path", other, other, "--multiple-validation-sets"]
+            sets = [other] if blend == "one set" else [other, other]
+            flags += [dataset, "--valid-data-path", *sets, "--multiple-validation-sets"]
         case "args path":
             (tmp_path / "blend").write_text(f"0.5 {dataset}\n0.5 {other}\n")
             flags, without = [*flags, "--data-args-path", str(tmp_path / "blend")], "--eval-iters"

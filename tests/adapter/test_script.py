@@ -169,8 +169,10 @@ def train_valid_test_datasets_provider(num_samples):
 """
 
 
-def config():
-    return object.__new__(importlib.import_module("megatron.training.models").GPTModelConfig)
+def config(*, hybrid=False):
+    made = object.__new__(importlib.import_module("megatron.training.models").GPTModelConfig)
+    made.transformer = SimpleNamespace(is_hybrid_model=hybrid)  # by --hybrid-layer-pattern
+    return made
 
 
 @pytest.mark.parametrize(
@@ -206,6 +208,8 @@ def test_a_script_with_another_model_is_refused():
         compat.check_script(SimpleNamespace(), None, None)
     with pytest.raises(ValueError, match="has a model_provider of its own; leave --wlb out"):
         compat.check_script(config(), lambda: None, None)
+    with pytest.raises(ValueError, match="ignores --hybrid-layer-pattern; run pretrain_hybrid.py or leave it out"):
+        compat.check_script(config(hybrid=True), None, None)
 
 
 def test_before_019_a_script_that_makes_another_model_is_refused(capsys):

@@ -68,9 +68,13 @@ def test_flags_of_one_rank_decide_for_all(dataset, tmp_path):
     last = {1: ["--wlb-log", str(log), "--tensorboard-dir", str(tmp_path / "board")]}
     train(2, dataset, *CP2.split(), *FLAGS, "--log-interval", "4", flags_of_rank=last)
     assert [entry["step"] for entry in entries(log)] == [1, 2, 3, 4]
-    for flag, what in (("--wlb-digest", "--wlb-digest"), ("--eod-mask-loss", "train loss mask")):
+    for flag, what in (
+        ("--wlb-digest", "--wlb-digest"),
+        ("--eod-mask-loss", "train loss mask"),
+        ("--micro-batch-size 2", "train micro-batch size"),
+    ):
         with pytest.raises(RuntimeError, match=f"rank 1 differs from rank 0 in .*{what}.*; check"):
-            train(2, dataset, *CP2.split(), *FLAGS, flags_of_rank={1: [flag]})
+            train(2, dataset, *CP2.split(), *FLAGS, flags_of_rank={1: flag.split()})
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path):

@@ -58,17 +58,17 @@ def text_log(path, seconds, interval=1, prefix="", **more):
     return path
 
 
-def board(path, seconds, losses=LOSSES, **more):
+def board(path, seconds, losses=LOSSES, first=1, **more):
     """What Megatron writes with --log-timers-to-tensorboard and a step log of every tenth step."""
     writer = EventFileWriter(str(path))
     for name, value in {"world_size": GPUS, "seq_length": WINDOW, "global_batch_size": WINDOWS, **more}.items():
         text = TensorProto(dtype="DT_STRING", string_val=[str(value).encode()], tensor_shape={"dim": [{"size": 1}]})
         tag = Summary.Value(tag=f"{name}/text_summary", tensor=text, metadata={"plugin_data": {"plugin_name": "text"}})
         writer.add_event(Event(summary=Summary(value=[tag])))
-    for number, loss in enumerate(losses, start=1):
+    for number, loss in enumerate(losses, start=first):
         values = {"lm loss": loss}
         if number % 10 == 0:
-            values["iteration-time"] = np.mean(seconds[number - 10 : number])
+            values["iteration-time"] = np.mean(seconds[number - first - 9 : number - first + 1])
         tags = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         writer.add_event(Event(step=number, summary=Summary(value=tags)))
     writer.close()
@@ -146,6 +146,11 @@ def test_where_losses_part_is_told(tmp_path, capsys):
     assert found["losses_part_at"] == 30 and found["loss_difference"] == pytest.approx(0.0605)
     said = "Losses part at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
     assert said in capsys.readouterr().out
+    diverged = [entry(i, seconds, loss) for i, (seconds, loss) in enumerate(zip(SLOW, LOSSES, strict=True), start=1)]
+    for step in diverged[29:]:
+        step["loss"] = None  # as --wlb-log has what is no number
+    compared(tmp_path, tmp_path / "a", write(tmp_path / "c", diverged))
+    assert "Losses are equal to 0.0e+00 at 19 of them; at the others a log has none." in capsys.readouterr().out
 
 
 def test_the_first_steps_of_every_start_are_left_out(tmp_path):
@@ -159,6 +164,9 @@ def test_the_first_steps_of_every_start_are_left_out(tmp_path):
     text = text_log(tmp_path / "b", SLOW)
     text.write_text(text.read_text() + text.read_text())
     assert [row[0] for row in compared(tmp_path, text, text)["steps"][0]] == [*range(11, 71)]
+    resumed = board(tmp_path / "c", SLOW, first=1001)
+    found = compared(tmp_path, resumed, resumed, "--skip", "20")
+    assert [row[0] for row in found["steps"][0]] == [*range(1030, 1071, 10)]
 
 
 def test_prefixes_and_broken_lines_do_no_harm(tmp_path):

@@ -126,7 +126,11 @@ def test_layouts(stated, expected):
         ({"window_size": (64, 0), "window_attn_skip_freq": [1, 0]}, r"is \[1, 0\]; .* for each of 12 layers"),
         ({"hybrid_layer_pattern": "M*D"}, "has D; its cost is not known"),
         ({"hybrid_layer_pattern": "M*M*-/M"}, "has /; its cost is not known"),
-        ({"experimental_attention_variant": "gated_delta_net"}, "--linear-attention-freq is ; give N"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "--linear-attention-freq is missing; give N"),
+        ({"hybrid_layer_pattern": "MG", "linear_num_value_heads": 24}, "-key-heads 16 does not divide .* 24;"),
+        ({"hybrid_layer_pattern": "M*", "mamba_num_heads": 12}, "-num-groups 8 does not divide 12 heads of Mamba"),
+        ({"hybrid_layer_pattern": "M*", "mamba_head_dim": 1 << 20}, "does not divide 0 heads of Mamba layers"),
+        ({"hybrid_layer_pattern": "M*E"}, "--hybrid-layer-pattern has E without --num-experts"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
     ],
 )  # fmt: skip
@@ -220,7 +224,7 @@ PUBLISHED = {
 
 def test_a_hybrid_model_may_have_layers_of_all_kinds():
     stated = SIZES | {"hybrid_layer_pattern": "MG|*-E", "pipeline_model_parallel_size": 2, "ffn_hidden_size": 100}
-    stated |= {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40}
+    stated |= {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "mamba_num_groups": 2}
     given = job_of(JOB | stated, "h100-fa2")
     model = given.model
     assert model.kinds == ("M", "G", "*", "-", "E") and model.attention_layers == 1

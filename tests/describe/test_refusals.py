@@ -12,7 +12,7 @@ SERVED = {
     **{"context_parallel_size": 1, "untie_embeddings_and_output_weights": True},
 }
 MOE, FLEX = {"num_experts": 4}, {"num_experts": 4, "moe_token_dispatcher_type": "flex"}
-LINEAR = {"experimental_attention_variant": "gated_delta_net"}
+LINEAR = {"experimental_attention_variant": "gated_delta_net", "swiglu": True}
 LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
 
 
@@ -68,6 +68,8 @@ def test_refused_if_given_at_all():
         (LINEAR | {"linear_cp_mode": "chunkwise"}, "--linear-cp-mode chunkwise .*give headwise"),
         (LINEAR | {"fp8": "hybrid"}, "FP8 and FP4 have not been tried .*out"),
         (LINEAR | {"deterministic_mode": True}, "--deterministic-mode has no gated delta nets .*leave it out"),
+        (LINEAR | {"swiglu": False}, "no activation but SiLU.*; give --swiglu"),
+        ({"hybrid_layer_pattern": "MG*-"}, "no activation but SiLU.*; give --swiglu"),
         (LINEAR | {"mtp_num_layers": 1}, "--mtp-num-layers with .*leave it out"),
         (LINEAR | {"tensor_model_parallel_size": 2}, "gradients of norms .*give --sequence-parallel"),
         ({"hybrid_layer_pattern": "MG", "tensor_model_parallel_size": 2}, "gradients of norms .*--sequence-parallel"),

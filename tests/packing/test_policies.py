@@ -197,6 +197,7 @@ def test_a_policy_and_its_parameter_are_one_word():
         assert str(policy_of(text)) == text
     for text, message in {
         "best": "--wlb-packing is 'best'; choose one of adaptive, megatron, paper",
+        "": "--wlb-packing is ''; choose one of",
         "megatron:3": "--wlb-packing megatron:3: megatron packing has no parameter '3'; leave it out",
         "paper:9,7": "--wlb-packing paper:9,7: give lengths of at least 1 in increasing order",
         "paper:x": "--wlb-packing paper:x: 'x' must be integers, such as 32768,65536",

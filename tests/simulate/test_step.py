@@ -53,6 +53,8 @@ def test_imbalances_by_hand():
     found = imbalances(replace(step, passes=tuple(replace(passes, layers=(layer, layer)) for layer in layers)))
     expected = {"pp": (7 / 5.5 + 1) / 2, "dp": 11 / 9.5, "cp": (4 + 6 + 1 + 1) / (3 + 6 + 1 + 1)}
     assert found == pytest.approx(expected)
+    mlp = replace(one, model=replace(SMALL, pattern="-", hybrid=True))
+    assert imbalances(simulate_step(mlp, [shards_of(mlp, [[64], [64]])] * 2))["cp"] == 1  # of no attention
 
 
 @pytest.mark.parametrize("backward", [100.0, 1e5])
