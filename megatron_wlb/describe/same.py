@@ -43,7 +43,10 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
         a.num_experts
         and (a.moe_expert_capacity_factor or "sinkhorn" in _listed(a.moe_router_load_balancing_type or ""))
     ),
-    "jitter of routers draws other numbers": lambda a: a.num_experts and a.moe_input_jitter_eps,
+    "routers draw other numbers": lambda a: (
+        a.num_experts
+        and (a.moe_input_jitter_eps or a.moe_router_force_load_balancing or a.moe_router_force_biased is not None)
+    ),
     "scales of FP8 and FP4 are of other micro-batches, as with another --micro-batch-size": lambda a: a.fp8 or a.fp4,
     "means over micro-batches are as with --context-parallel-size 1": lambda a: (
         (a.eod_mask_loss or a.sft) and (a.context_parallel_size or 1) > 1 and not a.calculate_per_token_loss

@@ -123,6 +123,13 @@ def test_what_is_switched_off_by_itself():
         assert not switches_off(name, value)
 
 
+def test_routers_that_draw_are_said():
+    forced = ("moe_router_force_load_balancing", True), ("moe_router_force_biased", 0.0), ("moe_input_jitter_eps", 0.1)
+    for name, value in (*forced, ("moe_router_force_biased", None)):
+        said = adapt(Namespace(**USUAL | MOE | {name: value}), ()).same
+        assert ("routers draw other numbers" in said) == (value is not None)
+
+
 @pytest.mark.parametrize("types", ["seq_aux_loss", ["aux_loss", "seq_aux_loss"], "aux_loss"])
 def test_the_sequence_of_a_balancing_loss_is_said(types):
     given = MOE | {"moe_router_load_balancing_type": types, "moe_aux_loss_coeff": 0.01}
