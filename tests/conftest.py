@@ -30,6 +30,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)  # those wait for minutes, in which others run
     if config.getoption("--run-full"):
         return
     for item in items:

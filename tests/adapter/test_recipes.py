@@ -19,7 +19,7 @@ RECIPES = {
     "fork": [*DENSE, *GIVEN, "--optimizer", "ademamix", "--xielu"],
     "graphs": [*DENSE, *GIVEN, "--cuda-graph-impl", "local"],
     "dropout": [*DENSE, *GIVEN[:-1], "0.1"],
-    "hybrid": [*DENSE, *GIVEN, "--hybrid-layer-pattern", "M*M*"],
+    "hybrid": [*DENSE, *GIVEN, "--hybrid-layer-pattern", "M*M*", "--mamba-num-groups", "1"],
     "script's": [*DENSE, *GIVEN, "--export-kd-teacher-load", "PATH"],
 }
 

@@ -41,6 +41,7 @@ def datasets(num_samples, vp_stage=None):
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         full_validation=args.full_validation,
         multiple_validation_sets=args.multiple_validation_sets,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
     )
     return BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).build()
 
