@@ -159,8 +159,9 @@ def _with_error(row: Row, key: str) -> str:
 def report(args: Namespace, logs: list[Row]) -> None:
     """Print the comparison, and write it with its picture."""
     rows = compare(logs)
+    if few := sorted({log["variant"] for log in logs} - {row["variant"] for row in rows}):
+        print(f"left out, since fewer than two seeds of them and of {BASELINE} have finished: {', '.join(few)}")
     if len(rows) < 2:
-        print("fewer than two seeds have finished")
         return
     cells = [{name: column(row) for name, column in _COLUMNS.items()} for row in rows]
     results.show([{"policy": row["variant"]} | cell for row, cell in zip(rows, cells, strict=True)], width=200)

@@ -139,7 +139,8 @@ def train(
             begin, computing = time.perf_counter(), time.thread_time()
             result = function(*args, **kwargs)
             computing, number, of_direction = time.thread_time() - computing, first - 1 + len(steps), passes[direction]
-            time.sleep(wait * costs[number]["rows"][orders[number][len(of_direction)]])
+            if wait:  # sleeping for no time would let others run
+                time.sleep(wait * costs[number]["rows"][orders[number][len(of_direction)]])
             of_direction.append((begin, time.perf_counter(), computing))
             return result
 

@@ -62,7 +62,7 @@ def model_of(a: MegatronArguments, name: str | None = None) -> ModelShape:
         multiple = a.make_vocab_size_divisible_by * a.tensor_model_parallel_size
         sizes["padded_vocab_size"] = a.padded_vocab_size or math.ceil((vocabulary or 0) / multiple) * multiple
     known = base is not None and base.moe_router_topk and a.moe_ffn_hidden_size is None
-    if (a.num_experts or 0) > (not a.hybrid_layer_pattern) and not known:
+    if (a.num_experts or 0) >= (1 if a.hybrid_layer_pattern else 2) and not known:
         sizes |= _experts(a, sizes.get("ffn_hidden_size") or (base.ffn_hidden_size if base else 0))
     sizes |= _layers(a, sizes["num_layers"] if base is None else sizes.get("num_layers", base.num_layers))
     sizes |= _mixers(a, sizes["pattern"], sizes.get("hidden_size") or (base.hidden_size if base else 0))
