@@ -49,7 +49,7 @@ def main() -> None:
     window = 512 if args.quick else WINDOW
     given = {"profile": load_profile(args.profile), "packing": AdaptivePacking()}
     lengths = np.maximum(1, f2(20_000, 0) * window // WINDOW)
-    made = packed(lengths, attention_job(window, (1, 1), **given), 2 if args.quick else 30)
+    made = packed(lengths, attention_job(window, (1, 1), **given), 2 if args.quick else 12)
     settings: Row = {"command": sys.argv[1:], "cuda": torch.version.cuda, "profile": args.profile, "models": MODELS}
     rows: list[Row] = []
     goals: list[results.Goal] = []
