@@ -26,7 +26,7 @@ from benchmarks.results import at_least, at_most
 from benchmarks.training_cpu import VOCABULARY, write_dataset
 from megatron_wlb.cli import compare
 
-WARM = 4
+WARM = 3
 """Steps that are left out of times: cuDNN plans in the first ones."""
 LAYERS = """--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
 --num-query-groups 8 --make-vocab-size-divisible-by 32000"""
@@ -54,7 +54,7 @@ def trained(name: str, folder: Path, script: Path, flags: list[str]) -> Path:
     with log.open("w") as file:
         done = subprocess.run([*words, str(script), *flags, *more], stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
-        sys.exit(f"{name} failed:\n{log.read_text()[-6000:]}")
+        sys.exit(f"{name} failed:\n{log.read_text(errors='replace')[-6000:]}")
     return log
 
 
@@ -65,9 +65,9 @@ def row(name: str, log: Path, base: Path, skipped: int) -> results.Row:
     found: results.Row = {"run": name, "over_megatron": numbers["ratio"], "error": numbers["error"]}
     found["step_ms"] = [1e3 * seconds for _, _, seconds, *_ in numbers["steps"][1]]
     found["loss_difference"] = losses["loss_difference"]
-    ours, theirs = (re.findall(r"\| digest (\w+)", each.read_text()) for each in (log, base))
+    ours, theirs = (re.findall(r"\| digest (\w+)", each.read_text(errors="replace")) for each in (log, base))
     found["digests"], found["alike"] = len(ours), sum(one == other for one, other in zip(ours, theirs, strict=True))
-    peaks = re.findall(r"max allocated: ([\d.]+) \|.* max reserved: ([\d.]+)", log.read_text())
+    peaks = re.findall(r"max allocated: ([\d.]+) \|.* max reserved: ([\d.]+)", log.read_text(errors="replace"))
     allocated, reserved = (max(float(each) for each in of) / 1024 for of in zip(*peaks, strict=True))
     return found | {"allocated_gib": allocated, "reserved_gib": reserved}
 
