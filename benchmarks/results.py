@@ -151,5 +151,5 @@ def _cpu() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {each.name: each.version for each in distributions()}
+    found = {each.name.replace("_", "-"): each.version for each in distributions()}
     return {package: found[package] for package in PACKAGES if package in found}

@@ -163,6 +163,35 @@ def test_figures_are_in_the_result_that_is_named_with_them(page):
             assert figure in shown, paragraph
 
 
+def test_the_table_of_an_h100_shows_the_results():
+    large = [row for row in result("training_h100")["rows"] if not row["job"].startswith("tiny")]
+    _, two_windows, ours, rehearsed = large
+    page = (ROOT / "docs" / "performance.md").read_text()
+    table = page.split("## Measured on an H100")[1].split("## ")[0]
+    for name, shown in {
+        "losses": [f"{row['loss_difference']:.1e}" for row in (ours, two_windows)],
+        "gradient norms": [f"{row['norm_difference']:.1e}" for row in (ours, two_windows)],
+        "steps with": [f"{row['same_digests']} of {row['steps']}" for row in (ours, two_windows)],
+        "tokens per": [f"{row['over_megatron']:.3f} ± {row['error']:.3f}" for row in (ours, two_windows)],
+        "memory": [
+            f"{ours['allocated_gib']:.1f} (rehearsed {rehearsed['allocated_gib']:.1f}, predicted "
+            f"{rehearsed['predicted_gib']:.1f})",
+            f"{two_windows['allocated_gib']:.1f}",
+        ],
+        "predicted": [" to ".join(f"{of(ours['predicted_over_measured']):.2f}" for of in (min, max)), ""],
+    }.items():
+        (cells,) = re.findall(rf"^\| {name}.*? \| (.*?) \| (.*?) ?\|$", table, re.MULTILINE)
+        assert list(cells) == shown
+    attention = {
+        (row["model"], row["cp"], row["sharding"]): row["total_ms"] for row in result("cp_attention_h100")["rows"]
+    }
+    jobs = [key[:2] for key in attention if key[2] == "auto"]
+    slower = [attention[*job, "per-sequence"] / attention[*job, "auto"] for job in jobs]
+    assert f"takes {min(slower):.2f} to {max(slower):.2f} times" in table
+    halves = [attention[*job, "whole"] / 2 / attention[*job, "per-document"] for job in jobs if job[1] == 2]
+    assert f"takes {' and '.join(f'{each:.2f}' for each in halves)} times".replace("takes", "take") in table
+
+
 def test_the_tables_of_two_cores_show_the_results():
     step_ms = {timing["what"]: timing["median_ms"] for timing in result("packing")["settings"]["timings"]}
     selection = result("cp_balance")["settings"]["selection"]

@@ -41,11 +41,11 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=8.5, help="no case begins later; default: %(default)s")
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
-    parser.add_argument("--profile", default="h100-fa2", help="profile that chooses shardings; default: %(default)s")
+    parser.add_argument("--profile", default="h100-cudnn", help="profile that chooses shardings; default: %(default)s")
     args, begin = parser.parse_args(), time.perf_counter()
     device = torch.cuda.get_device_name() if args.device == "cuda" else None
     tag = (re.findall(r"[a-z]+\d+", (device or "").lower()) or [args.device])[0]
-    where = {"device": device, "commit": args.commit, "suffix": f".{tag}", "folder": args.output}
+    where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
     window = 512 if args.quick else WINDOW
     given = {"profile": load_profile(args.profile), "packing": AdaptivePacking()}
     lengths = np.maximum(1, f2(20_000, 0) * window // WINDOW)

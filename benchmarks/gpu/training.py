@@ -1,12 +1,12 @@
-"""Megatron-LM on one GPU, by itself and with `--wlb`, on the same documents: losses, step times, memory.
+"""Megatron-LM on one GPU, by itself and with `--wlb`, on the same documents: losses, digests, step times, memory.
 
-    python -m benchmarks.gpu.training CHECKOUT/pretrain_gpt.py [--quick] [--check]
+    python -m benchmarks.gpu.training CHECKOUT/pretrain_gpt.py [--jobs NAME ...] [--quick] [--check]
 
-Four layers of Llama-3-8B, unmodified script, TransformerEngine. On one GPU nobody waits, so nothing is to be gained:
-this shows that a step is Megatron's (with `--dataloader-inter-document-masking`, which packs documents into one call of
-attention as `--wlb` does), that variable lengths cost nothing, and how near predictions of time and memory are. "two
-windows": Megatron again, with two windows in a micro-batch; how far its losses move is the measure for ours. "across
-documents": Megatron without a mask.
+The script is upstream's, and its layers are TransformerEngine's. On one GPU nobody waits, so nothing is to be gained:
+this shows that a step is Megatron's, and how near predictions of time and memory are. Megatron runs with
+`--dataloader-inter-document-masking`, by which attention stays inside documents, too. "two windows" is Megatron again
+with two windows in a micro-batch: how far its losses move is the measure for ours. Tiny models have steps that are too
+short to time.
 """
 
 import json
@@ -25,88 +25,121 @@ from benchmarks.lengths import f2
 from benchmarks.results import at_least, at_most
 from benchmarks.training_cpu import VOCABULARY, write_dataset
 from megatron_wlb.cli import compare
+from megatron_wlb.hardware.profile import gpu_of
 
 WARM = 3
 """Steps that are left out of times: cuDNN plans in the first ones."""
-LAYERS = """--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
---num-query-groups 8 --make-vocab-size-divisible-by 32000"""
-TINY = "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 2 --kv-channels 128"
-COMMON = f"""--position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear
+COMMON = f"""--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer
 --micro-batch-size 1 --calculate-per-token-loss --no-gradient-accumulation-fusion --tokenizer-type NullTokenizer
 --vocab-size {VOCABULARY} --split 100,0,0 --eval-iters 0 --eval-interval 1000 --lr 1e-4 --lr-decay-style constant
---log-interval 1 --log-memory-interval 1 --wlb-digest --global-batch-size 8"""
-MASKED = "--dataloader-inter-document-masking"
-RUNS = {
-    "megatron": MASKED,
-    "megatron, two windows": f"{MASKED} --micro-batch-size 2",
-    "megatron, across documents": "",
-    "wlb": f"{MASKED} --wlb",
-    "megatron, again": MASKED,
+--log-interval 1 --log-memory-interval 1 --wlb-digest"""
+LARGE = """--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
+--num-query-groups 8 --rotary-base 500000 --make-vocab-size-divisible-by 32000"""
+TINY = "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 8 --kv-channels 128"
+GROUPED = "--group-query-attention --num-query-groups 4"
+JOBS = {
+    "4 layers of Llama-3-8B": LARGE,
+    "tiny": f"{TINY} {GROUPED}",
+    "tiny, FP8 tensorwise": f"{TINY} {GROUPED} --fp8-format hybrid --fp8-recipe tensorwise",
+    "tiny, FP8 delayed": f"{TINY} {GROUPED} --fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+    "tiny, FP8 blockwise": f"{TINY} {GROUPED} --fp8-format e4m3 --fp8-recipe blockwise",
+    "tiny, experts": f"{TINY} {GROUPED} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
+    "--moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2",
+    "tiny, latents": f"{TINY} --multi-latent-attention --qk-layernorm --q-lora-rank 256 --kv-lora-rank 128 "
+    "--qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 96 --no-rope-fusion",
+    "tiny, MTP": f"{TINY} {GROUPED} --mtp-num-layers 1",
+    "tiny, sliding windows": f"{TINY} {GROUPED} --window-size 511,0",
+    "tiny, all recomputed": f"{TINY} {GROUPED} --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
 }
+SIZES = {"tiny": (4096, 4), "4 layers of Llama-3-8B": (16384, 8)}
+"""Context window, and windows of a step, of names that begin so."""
+MASKED = "--dataloader-inter-document-masking"
+WAYS = {"megatron": MASKED, "two windows": f"{MASKED} --micro-batch-size 2", "wlb": f"{MASKED} --wlb"}
 
 
-def trained(name: str, folder: Path, script: Path, flags: list[str]) -> Path:
-    """Run the script as users do; its log."""
+def trained(way: str, log: Path, script: Path, flags: list[str]) -> None:
+    """Run the script as users do; `log` takes what it prints."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "megatron_wlb.run"]
-    log, more = folder / f"{name}.log", RUNS[name].split()
-    more += ["--wlb-log", f"{folder}/wlb.jsonl"] if "--wlb" in more else []
+    more = WAYS[way].split() + (["--wlb-log", str(log.with_suffix(".jsonl"))] if way == "wlb" else [])
     with log.open("w") as file:
         done = subprocess.run([*words, str(script), *flags, *more], stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
-        sys.exit(f"{name} failed:\n{log.read_text(errors='replace')[-6000:]}")
-    return log
+        sys.exit(f"{log.stem} failed:\n{text(log)[-6000:]}")
 
 
-def row(name: str, log: Path, base: Path, skipped: int) -> results.Row:
-    """A run beside Megatron's: tokens a second over its, losses and digests of all steps, peaks of memory."""
-    _, _, numbers = compare.compared(*(compare.read(str(each), skipped) for each in (base, log)))
-    *_, losses = compare.compared(*(compare.read(str(each), 2) for each in (base, log)))
-    found: results.Row = {"run": name, "over_megatron": numbers["ratio"], "error": numbers["error"]}
+def text(log: Path) -> str:
+    return log.read_text(errors="replace")
+
+
+def row(job: str, way: str, log: Path, base: Path) -> results.Row:
+    """A run beside Megatron's: losses and digests of all steps, peaks of memory, and tokens a second over Megatron."""
+    losses, norms, digests = (
+        [re.findall(pattern, text(each)) for each in (log, base)]
+        for pattern in (r"lm loss: (\S+)", r"grad norm: (\S+)", r"\| digest (\w+)")
+    )
+    found: results.Row = {"job": job, "run": way, "steps": len(losses[0])}
+    for name, (ours, theirs) in (("loss_difference", losses), ("norm_difference", norms)):
+        found[name] = max(abs(float(a) / float(b) - 1) for a, b in zip(ours, theirs, strict=False))
+    found["same_digests"] = sum(a == b for a, b in zip(*digests, strict=False))
+    peaks = re.findall(r"max allocated: ([\d.]+) \|.* max reserved: ([\d.]+)", text(log))
+    for name, of in zip(("allocated_gib", "reserved_gib"), zip(*peaks, strict=True), strict=False):
+        found[name] = max(map(float, of)) / 1024
+    if backend := re.search(r"attention backend (\w+)", text(log)):
+        found["attention"] = backend[1]
+    if job.startswith("tiny"):
+        return found
+    _, _, numbers = compare.compared(*(compare.read(str(each), WARM) for each in (base, log)))
+    found |= {"over_megatron": numbers["ratio"], "error": numbers["error"]}
     found["step_ms"] = [1e3 * seconds for _, _, seconds, *_ in numbers["steps"][1]]
-    found["loss_difference"] = losses["loss_difference"]
-    ours, theirs = (re.findall(r"\| digest (\w+)", each.read_text(errors="replace")) for each in (log, base))
-    found["digests"], found["alike"] = len(ours), sum(one == other for one, other in zip(ours, theirs, strict=True))
-    peaks = re.findall(r"max allocated: ([\d.]+) \|.* max reserved: ([\d.]+)", log.read_text(errors="replace"))
-    allocated, reserved = (max(float(each) for each in of) / 1024 for of in zip(*peaks, strict=True))
-    return found | {"allocated_gib": allocated, "reserved_gib": reserved}
+    if way == "wlb":
+        steps = [json.loads(line) for line in log.with_suffix(".jsonl").read_text().splitlines()][WARM:]
+        found["predicted_over_measured"] = [step["predicted_ms"] / step["step_ms"] for step in steps]
+    return found
+
+
+def goals(rows: list[results.Row]) -> list[results.Goal]:
+    wanted = []
+    for ours in (each for each in rows if each["run"] == "wlb"):
+        job = ours["job"]
+        wanted.append(at_most(f"{job}: losses, relative difference to Megatron's", ours["loss_difference"], 1e-3))
+        wanted.append(at_least(f"{job}: steps with Megatron's digest", ours["same_digests"] / ours["steps"], 1))
+        if "over_megatron" in ours:
+            off = statistics.median(abs(each - 1) for each in ours["predicted_over_measured"])
+            wanted.append(at_least(f"{job}: tokens a second over Megatron", ours["over_megatron"], 0.99))
+            wanted.append(at_most(f"{job}: median error of predicted times of steps", off, 0.05))
+    return wanted
 
 
 def main() -> None:
-    parser = results.parser(__doc__, "a tiny model, to see that everything runs")
+    parser = results.parser(__doc__, "the tiny model alone")
     parser.add_argument("script", type=Path, help="pretrain_gpt.py of a checkout")
-    parser.add_argument("--steps", type=int, default=14, help="default: %(default)s")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS], help="the first is compared with")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=[*JOBS], metavar="NAME", help="default: all")
+    parser.add_argument("--steps", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
-    args, extra = parser.parse_known_args()
-    window = 2048 if args.quick else 16384
-    sizes = f"--seq-length {window} --max-position-embeddings {window} --train-iters {args.steps}"
-    flags = [*f"{TINY if args.quick else LAYERS} {COMMON} {sizes}".split(), *extra]
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.output or Path(temporary)
+        folder, rows = args.output or Path(temporary), list[results.Row]()
         folder.mkdir(parents=True, exist_ok=True)
-        lengths = np.maximum(2, f2(8 * args.steps * window // 3000, 0, window))
-        flags += ["--data-path", write_dataset(Path(temporary) / "data", lengths)]
-        rows = []
-        for name in args.runs:
-            log = trained(name, folder, args.script, flags)
-            rows.append(row(name, log, folder / f"{args.runs[0]}.log", WARM))
-            print(rows[-1], flush=True)
-        steps = [json.loads(line) for line in (folder / "wlb.jsonl").read_text().splitlines()][WARM:]
-    off = [step["predicted_ms"] / step["step_ms"] for step in steps]
-    ours = next(each for each in rows if each["run"] == "wlb")
-    ours["predicted_over_measured"] = off
-    goals = [
-        at_most("wlb: losses, relative difference", ours["loss_difference"], 1e-3),
-        at_least("wlb: digests that are Megatron's", ours["alike"] / ours["digests"], 1),
-        at_least("wlb: tokens a second over Megatron", ours["over_megatron"], 0.99),
-        at_most("wlb: median error of predicted steps", statistics.median(abs(each - 1) for each in off), 0.05),
-    ]
-    settings = {"command": sys.argv[1:], "cuda": torch.version.cuda, "flags": flags[:-2], "runs": RUNS}
-    where = {"device": torch.cuda.get_device_name(), "commit": args.commit, "folder": args.output}
+        for job in ["tiny"] if args.quick else args.jobs:
+            (window, windows), flags = SIZES[job.split(",")[0]], JOBS[job]
+            data = Path(temporary) / job.replace(" ", "-")
+            lengths = np.maximum(2, f2(args.steps * windows * window // 3000, 0, window))
+            words = [*flags.split(), *COMMON.split(), "--data-path", write_dataset(data, lengths)]
+            words += f"--seq-length {window} --max-position-embeddings {window} --train-iters {args.steps}".split()
+            words += ["--global-batch-size", str(windows)]
+            for way in WAYS if job == next(iter(JOBS)) else ("megatron", "wlb"):
+                trained(way, folder / f"{job}, {way}.log", args.script, words)
+                rows.append(row(job, way, folder / f"{job}, {way}.log", folder / f"{job}, megatron.log"))
+                print(rows[-1], flush=True)
+    settings = {"command": sys.argv[1:], "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    settings |= {"common": COMMON, "jobs": JOBS, "ways": WAYS}
+    device = torch.cuda.get_device_name()
+    where = {"device": device, "commit": args.commit, "suffix": f"_{gpu_of(device)}", "folder": args.output}
     if args.output or not args.quick:
-        print(results.write("training", settings=settings, rows=rows, goals=goals, suffix=".h100", **where))
-    results.conclude(goals, args.check)
+        print(results.write("training", settings=settings, rows=rows, goals=goals(rows), **where))
+    results.conclude(goals(rows), args.check)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from megatron_wlb.documents import SEGMENT
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, side_by_side
 from megatron_wlb.sharding.routing import document_begins
 
-# (queries, keys): gaps, causal squares, prefixes, lengths of 1, nothing divisible by a block.
+# (queries, keys): gaps, causal squares, prefixes, lengths of 1, nothing divisible by a block; then squares alone.
 _ENTRIES = [(0, 70), (130, 130), (0, 1), (67, 200), (1, 1), (0, 300), (2, 150), (1, 90), (0, 5)]
+_SQUARES = [(0, 70), (130, 130), (1, 1), (0, 5), (67, 67)]
 _WINDOWS = (None, 50)
 _HEADS, _SCALE = (4, 2), 0.1
 HEAD_SIZES = (64, 64)
@@ -22,24 +23,29 @@ _TOLERANCE = 2**-6
 def try_backend(backend: Backend, device: torch.device, head_sizes: tuple[int, int] = HEAD_SIZES) -> None:
     """Raise ValueError unless forward and backward in bf16 agree with float64.
 
-    Errors of the backend pass through. Runs about 200 rows, the same on every machine.
+    Errors of the backend pass through. Runs about 400 rows, the same on every machine.
     """
+    for entries in (_ENTRIES, _SQUARES):
+        _try(entries, backend, device, head_sizes)
+
+
+def _try(entries: list[tuple[int, int]], backend: Backend, device: torch.device, head_sizes: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(rows: int, heads: int, size: int) -> Tensor:
         return torch.randn(rows, heads, size, generator=generator).to(device, torch.bfloat16)
 
-    num_queries, num_keys = (sum(lengths) for lengths in zip(*_ENTRIES, strict=True))
+    num_queries, num_keys = (sum(lengths) for lengths in zip(*entries, strict=True))
     q, dout = (random(num_queries, _HEADS[0], size) for size in head_sizes)
     kv = side_by_side(*(random(num_keys, _HEADS[1], size) for size in head_sizes))
     k, v = keys_and_values(kv, head_sizes[0])
     for window in _WINDOWS:
-        args = kernel_args(backend, _ENTRIES, device, _SCALE, window)
+        args = kernel_args(backend, entries, device, _SCALE, window)
         out, lse = backend.forward(q, k, v, args)
         dkv = torch.zeros(kv.shape, device=device)
         dq = backend.backward(dout, q, k, v, out, lse, dkv, args)
         results = out, lse, dq, *keys_and_values(dkv, head_sizes[0])
-        wanted = expected(_ENTRIES, q, k, v, dout, _SCALE, window)
+        wanted = expected(entries, q, k, v, dout, _SCALE, window)
         for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), results, wanted, strict=True):
             error = ((got.double() - want).norm() / want.norm()).item()
             if not error <= _TOLERANCE:  # NaN, too

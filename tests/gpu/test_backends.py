@@ -63,8 +63,8 @@ def test_calls(backend, call, heads, window):
 def test_head_sizes(backend, head_size):
     if isinstance(head_size, tuple) and not backend.any_value_size:
         pytest.skip(f"{backend.name} refuses values of another head size than keys")
-    if head_size in (192, 256) and backend.name == "te" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("cuDNN has gradients for head sizes over 128 on compute capability 9.0")
+    if head_size in (192, 256) and backend.name == "te":
+        pytest.skip("te refuses values of head sizes over 128, of which cuDNN 9.19 gave NaN")
     entries = [(0, 70), (300, 500), (0, 1), (1, 1), (129, 129)]
     for dtype in backend.dtypes:
         check(backend, entries, (4, 2), head_size, dtype, scale=0.1, device="cuda")

@@ -12,6 +12,8 @@ from megatron_wlb.runtime.backends.protocol import Encoded, KernelArgs, check_he
 
 _MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
 _LEAST_ENTRIES = 32
+_LARGEST_HEAD = 128
+"""Of values; with 192 and 256 gradients had NaN (cuDNN 9.19 on an H100)."""
 # Since 2.15 the layouts of results are arguments; before, the dtype of the gradients was.
 _FORMATS_OF_RESULTS = {"o_format": "thd", "do_format": "thd"}
 _LAYOUT_OF_GRADIENTS = "dqkv_layout"
@@ -20,11 +22,13 @@ _LAYOUT_OF_GRADIENTS = "dqkv_layout"
 class TeBackend:
     """`fused_attn_fwd` and `fused_attn_bwd` of TransformerEngine 2.2 to 2.20.
 
-    They need cuDNN 9.7 or newer, from 2.20 on 9.12, and compute capability 9.0; head sizes over 128 run on 9.0, and 256
-    on 10.0 with the newest versions. cuDNN takes the first key of an entry from a separate array (padded offsets), so
-    keys without a reader are skipped. It builds a plan for every number of entries, rows and keys, all rounded up: the
-    first steps are slow. Deterministic under `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows, since
-    cuDNN's workspace grows with queries times keys, on 10.0 from cuDNN 9.18.1 on.
+    They need cuDNN 9.7 or newer, from 2.20 on 9.12, and compute capability 9.0. cuDNN takes the first key of an entry
+    from a separate array (padded offsets), so keys without a reader are skipped. It builds a plan for every number of
+    entries, rows and keys, all rounded up: the first steps are slow. Where a mask is aligned to the bottom right,
+    backward also takes the time of tiles that it hides (cuDNN 9.19 on an H100, `cp_attention_h100.json`). So a call of
+    whole documents has one that is aligned to the top left. Deterministic under
+    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows, since cuDNN's workspace grows with queries times
+    keys, on 10.0 from cuDNN 9.18.1 on.
 
     Raises ValueError if the package is missing, and at the first call if cuDNN is too old to pack log-sum-exps; cuDNN
     raises RuntimeError for what it cannot run.
@@ -39,13 +43,15 @@ class TeBackend:
     def encode(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
         """Return the table [cu_q, cu_k, k_begins], [3, n + 1], of entries with queries.
 
-        Empty entries bring n to a power of two: TransformerEngine no longer rounds n from 2.18 on.
+        Whole documents, which have as many keys, have [cu_q, k_begins]. Empty entries bring n to a power of two:
+        TransformerEngine no longer rounds n from 2.18 on.
         """
         empty = max(_LEAST_ENTRIES, 1 << (len(segments) - 1).bit_length()) - len(segments)
         q, k = segments["stop"] - segments["start"], segments["stop"]
         k_begins = np.append(key_begins[segments["document"]], np.full(empty + 1, key_begins[-1]))
-        cu_q, cu_k = offsets(np.pad((q, k), ((0, 0), (0, empty))))
-        return Encoded(np.stack((cu_q, cu_k, k_begins.astype(np.int32))), max_q=int(q.max()), max_k=int(k.max()))
+        rows = [q, k] if segments["start"].any() else [q]
+        table = np.stack((*offsets(np.pad(rows, ((0, 0), (0, empty)))), k_begins.astype(np.int32)))
+        return Encoded(table, max_q=int(q.max()), max_k=int(k.max()))
 
     def __init__(self) -> None:
         te = import_for(self.name, f"{_MODULE}.cpp_extensions.fused_attn", _PACKAGE)
@@ -60,6 +66,11 @@ class TeBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         check_head_size(self.name, q, v)
+        if v.shape[-1] > _LARGEST_HEAD:
+            raise ValueError(
+                f"attention backend 'te' gave NaN in gradients of head size {v.shape[-1]}; at most {_LARGEST_HEAD} is "
+                "allowed of values; choose another backend"
+            )
         arguments = self._arguments(q, k, v, args)
         out, aux, *_ = self._forward(is_training=True, rng_gen=_generator(q.device), **arguments)
         stats = aux[0]
@@ -93,7 +104,8 @@ class TeBackend:
         return dq
 
     def _arguments(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> dict[str, Any]:
-        cu_q, cu_k, k_begins = args.table
+        cu_q, cu_k, k_begins = args.table[0], args.table[-2], args.table[-1]
+        causal = "padding_causal" if len(args.table) == 2 else "padding_causal_bottom_right"
         layout = "thd_t2hd" if k.shape == v.shape else "thd_thd_thd"
         k, v = _side_by_side(k, v) if k.shape == v.shape else (k.contiguous(), v.contiguous())
         return {
@@ -110,7 +122,7 @@ class TeBackend:
             "fused_attention_backend": self._engine,
             "attn_scale": args.scale,
             "window_size": (-1 if args.window is None else args.window, 0 if args.causal else -1),
-            "attn_mask_type": "padding_causal_bottom_right" if args.causal else "padding",
+            "attn_mask_type": causal if args.causal else "padding",
             "qkv_layout": layout,
             "attn_bias_type": "no_bias",
             "dropout": 0.0,
