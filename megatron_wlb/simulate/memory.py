@@ -157,10 +157,10 @@ def mlp_backward_bytes(job: Job) -> float:
 
     It holds what it recomputes and the gradient of its output; with experts also that gradient as sent. Add two
     tensors, before and after a matrix product, an activation or an exchange. The largest such tensor is the
-    activation's, the rows that sequence-parallel ranks gather, or the rows that experts are sent.
+    activation's, the rows that experts are sent, or those that sequence-parallel ranks gather, without user buffers.
     """
     tensors, row = mlp_tensors(job), layer_input_bytes(job)
-    gathered = row * job.parallel.sequence_ranks if job.parallel.sequence_ranks > 1 else 0
+    gathered = row * job.parallel.sequence_ranks if job.parallel.sequence_ranks > 1 and not job.tiles else 0
     recomputed = sum(tensor.bytes for tensor in tensors.values()) - _kept(job, tensors)
     largest = max(tensors["sent"].bytes, gathered, tensors["activation"].bytes)
     return recomputed + row * (1 + job.model.moe_router_topk) + 2 * largest
@@ -242,7 +242,7 @@ def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Move
     at_output = _output_bytes(job) if outputs.any() else 0
     # A backward pass still has what it frees; logits are gone when layers begin.
     in_layers = kept[chunk] + np.broadcast_to(running, len(rows))[ops["micro_batch"]] - at_output
-    most = np.maximum(in_layers, (kept[chunk] + at_output) * outputs)
+    most = np.maximum(in_layers, (kept[chunk] + at_output + _moving_bytes(job)) * outputs)
     return float((level + backward * most * size).max())
 
 
@@ -294,14 +294,18 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
         kept = layers * each
     if not model.kv_lora_rank:
         kept = kept + 4 * model.kv_channels  # rows of the rotary table in fp32, looked up in every virtual stage
-    if parallel.vpp > 1:
-        # Inputs received before their group runs, and sent outputs of as many micro-batches as there are stages.
-        sent = parallel.pp if job.overlap_transfers else 0
-        at_once += (job.schedule().group - parallel.pp + sent) * layer_input_bytes(job)
-    return kept, at_once + _output_bytes(job) * (stage == parallel.pp - 1)
+    return kept, at_once + _moving_bytes(job) + _output_bytes(job) * (stage == parallel.pp - 1)
+
+
+def _moving_bytes(job: Job) -> float:
+    """Return bytes of inputs received before their group runs, and sent outputs of as many micro-batches as stages."""
+    if job.parallel.vpp == 1:
+        return 0
+    sent = job.parallel.pp if job.overlap_transfers else 0
+    return (job.schedule().group - job.parallel.pp + sent) * layer_input_bytes(job)
 
 
 def _output_bytes(job: Job) -> float:
-    """Return bytes that the last stage holds for the loss of a micro-batch."""
-    hidden = job.bytes_per_value * job.model.hidden_size
-    return hidden + logits_bytes(job) + job.model.mtp_num_layers * mtp_bytes(job)
+    """Return bytes that the last stage holds for a loss: rows before and after a norm, these gathered, and logits."""
+    gathered = job.bytes_per_value * job.model.hidden_size * (job.parallel.sequence_ranks > 1)
+    return 2 * layer_input_bytes(job) + gathered + logits_bytes(job) + job.model.mtp_num_layers * mtp_bytes(job)

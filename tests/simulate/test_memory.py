@@ -74,7 +74,7 @@ def test_the_peak_adds_up():
     more = 2 * 12288 + 2 * 2 * 4 * 12288
     rotary = 4 * 128
     assert at(0) == 4096 * (8 * (12 * kept + rotary) + more)
-    assert at(7) == 4096 * (12 * kept + rotary + more + 2 * 12288 + 6 * 51200)
+    assert at(7) == 4096 * (12 * kept + rotary + more + 2 * 2 * 12288 + 6 * 51200)
     assert at(0, num_micro_batches=3, global_batch_size=3) == 4096 * (3 * (12 * kept + rotary) + more)
     assert peak_bytes(GPT3, 0, 512) == at(0) / 8
     interleaved = in_parallel(replace(GPT3, overlap_transfers=False), vpp=3)
