@@ -104,11 +104,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         out = q.new_empty((*q.shape[:2], keys_and_values(kv, q.shape[-1])[1].shape[-1]))
         parts = _arrived(metadata) if arrived else metadata.parts_of(options.window)
         arriving = _arriving(kv, parts, group)
-        lse: list[Tensor] = []
-        for part in parts:
-            # Shares come after own keys, whose log-sum-exps are the last ones.
-            merged = None if part.causal or not lse else lse[-1]
-            lse += attend(q[part.rows], next(arriving), out[part.rows], part, options, merged)
+        lse = attend_in_rounds(q, arriving, out, parts, options)
         if sink is not None:
             for (part, call), sums in zip(_own_calls(parts), lse, strict=True):
                 score = sink[:, None].to(sums.dtype)
@@ -134,14 +130,9 @@ class _ContextParallelAttention(torch.autograd.Function):
             of_keys = (dkv, None) if arrived else keys_and_values(dkv, q.shape[-1])
             return dq, *of_keys, dsink, None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys_and_values(kv, q.shape[-1]))
-        lse: list[list[Tensor]] = []
+        lse = by_round(parts, lses)
         sums: dict[slice, Sum] = {}
         for part in parts:
-            if part.causal:
-                own = [lses.pop(0) for _ in part.calls]
-                lse.append(own)
-            else:
-                lse.append([own[0][:, call.rows].contiguous() for call in part.calls])
             if part.of is Keys.OWN:
                 dq[part.rows].zero_()
             sums.setdefault(part.rows, Sum(dk[part.rows], dv[part.rows])).left += 1
@@ -187,6 +178,31 @@ def _sink_gradient(sink: Tensor, parts: Sequence[Part], dout: Tensor, out: Tenso
         products = dout[part.rows][call.rows] * out[part.rows][call.rows]
         gradient -= (share * products.sum(-1, dtype=lse.dtype).T).sum(1)
     return gradient.to(sink.dtype)
+
+
+def attend_in_rounds(
+    q: Tensor, arriving: Iterator[Tensor], out: Tensor, parts: Sequence[Part], options: AttentionOptions
+) -> list[Tensor]:
+    """Write attention of q [s, Hq, D] to out, round by round, to the K and V that arrive for each.
+
+    Returns the log-sum-exps of the causal calls.
+    """
+    lse: list[Tensor] = []
+    for part in parts:
+        # Shares come after own keys, whose log-sum-exps are the last ones.
+        merged = None if part.causal or not lse else lse[-1]
+        lse += attend(q[part.rows], next(arriving), out[part.rows], part, options, merged)
+    return lse
+
+
+def by_round(parts: Sequence[Part], lses: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the log-sum-exps of the calls of every round, of those of `attend_in_rounds`."""
+    of_causal, found = iter(lses), list[list[Tensor]]()
+    for part in parts:
+        if part.causal:
+            own = list(islice(of_causal, len(part.calls)))
+        found.append(own if part.causal else [own[0][:, call.rows].contiguous() for call in part.calls])
+    return found
 
 
 def attend(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.model import ModelShape
-from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
+from megatron_wlb.runtime.attention import AttentionOptions, attend_backward, attend_in_rounds, by_round
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.backends.protocol import Backend, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -59,22 +59,29 @@ def target_of(model: ModelShape, device: str | None, backend: str, dtype: str | 
 def attention_times(
     plan: ShardPlan, cp_rank: int, target: Target, stopwatch: Callable[..., float]
 ) -> tuple[float, float]:
-    """Return forward and backward of a rank's attention with all keys there, in us."""
+    """Return forward and backward of a rank's attention in all rounds, with the keys of each there, in us."""
     metadata = ShardMetadata.build(plan, cp_rank, target.backend.encode).to(target.device)
     options, model = AttentionOptions(backend=target.backend), target.model
     q, dout = (
         torch.randn(metadata.num_rows, model.num_attention_heads, size, **target.tensors) for size in model.head_sizes
     )
-    (part,) = metadata.parts
-    kv = side_by_side(
-        *(torch.randn(len(part.gather), model.num_query_groups, size, **target.tensors) for size in model.head_sizes)
-    )
+    parts, heads = metadata.parts_of(None), model.num_query_groups
+    keys = [
+        side_by_side(*(torch.randn(len(part.gather), heads, size, **target.tensors) for size in model.head_sizes))
+        for part in parts
+    ]
     out, dq = torch.empty_like(dout), torch.empty_like(q)
-    lse = attend(q, kv, out, part, options)
-    return (
-        stopwatch(lambda: attend(q, kv, out, part, options)),
-        stopwatch(lambda: attend_backward(dout, q, kv, out, lse, dq, part, options)),
-    )
+
+    def forward() -> list[torch.Tensor]:
+        return attend_in_rounds(q, iter(keys), out, parts, options)
+
+    def backward() -> None:
+        for part, kv, sums in zip(parts, keys, by_round(parts, lse), strict=True):
+            rows = part.rows
+            attend_backward(dout[rows], q[rows], kv, out[rows], sums, dq[rows], part, options)
+
+    lse = forward()
+    return stopwatch(forward), stopwatch(backward)
 
 
 def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -> tuple[float, float]:

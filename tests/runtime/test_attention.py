@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_wlb.documents import ShardPlan
-from megatron_wlb.runtime import all_to_all, attention
+from megatron_wlb.model import shape
+from megatron_wlb.runtime import all_to_all, attention, measure
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.backends.protocol import Backend
@@ -78,6 +79,27 @@ def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, 
     got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.3))
     assert all(x.dtype == dtype for x in got)
     assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype])
+
+
+def test_what_is_measured_is_what_runs(monkeypatch):
+    """Every call of forward and backward of a rank, in all rounds, with as many keys."""
+    lengths, model = np.array([96, 5, 61, 18, 34], np.int64), shape(1, 64, 1, 8, 2, 0, kv_channels=HEAD_SIZE)
+    plan, backend, seen = in_parts(lengths, 2), Float64(), []
+    assert len(plan.rounds) > 3
+
+    def watched(way, compute):
+        return lambda *given: seen.append((way, [x.shape for x in given[:-1]], given[-1].causal)) or compute(*given)
+
+    for way in ("forward", "backward"):
+        monkeypatch.setattr(backend, way, watched(way, getattr(backend, way)))
+    all_ranks(*inputs(int(lengths.sum()), (8, 2), HEAD_SIZE, FP32), plan, AttentionOptions(backend=backend))
+    ran, seen[:] = sorted(map(str, seen)), []
+    target = measure.Target(model, "cpu", backend, "fp32", {"device": "cpu", "dtype": FP32})
+    for rank in range(2):
+        assert measure.attention_times(plan, rank, target, lambda call: call() or 1.0)[1] == 1.0
+    measured = sorted(map(str, seen))
+    assert [each for each in measured if "backward" in each] == [each for each in ran if "backward" in each]
+    assert set(measured) == set(ran)
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
