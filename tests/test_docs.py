@@ -179,6 +179,7 @@ def test_the_table_of_an_h100_shows_the_results():
             f"{two_windows['allocated_gib']:.1f}",
         ],
         "predicted": [" to ".join(f"{of(ours['predicted_over_measured']):.2f}" for of in (min, max)), ""],
+        "the same, by": [" to ".join(f"{of(ours['by_own_profile']):.2f}" for of in (min, max)), ""],
     }.items():
         (cells,) = re.findall(rf"^\| {name}.*? \| (.*?) \| (.*?) ?\|$", table, re.MULTILINE)
         assert list(cells) == shown
