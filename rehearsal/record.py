@@ -44,7 +44,7 @@ def summary(result: dict[str, Any], records: np.ndarray) -> dict[str, Any]:
     syncs, copies = by_line(SYNCS), by_line((Kind.COPY_TO_HOST,))
     return {
         "rank": result["rank"],
-        "predicted_gib": most("predicted") or None,
+        "predicted_gib": most("predicted") if any("predicted" in step for step in steps) else None,
         "allocated_gib": most("allocated"),
         "reserved_gib": most("reserved"),
         "retries": sum(step["retries"] for step in steps[WARM:]),

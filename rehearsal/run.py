@@ -126,8 +126,11 @@ def verdict(ranks: list[dict[str, Any]], task: Task, wrong: Sequence[str], *, mo
             f"rank {r['rank']} reserves {r['reserved_gib']:.1f} of {task.gpu.gib:.1f} GiB and frees cached memory "
             f"{r['retries']} times; {smaller}, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is not"
         )
-    off = max(ranks, key=lambda r: abs(r["predicted_gib"] / r["allocated_gib"] - 1)) if modelled else None
-    if off and abs(off["predicted_gib"] - off["allocated_gib"]) > max(CLOSE * off["allocated_gib"], CLOSE_GIB):
+
+    def wrongly(r: dict[str, Any]) -> float:
+        return float(abs(r["predicted_gib"] - r["allocated_gib"]) / max(CLOSE * r["allocated_gib"], CLOSE_GIB))
+
+    if modelled and wrongly(off := max(ranks, key=wrongly)) > 1:
         return "fits", (
             f"rank {off['rank']} allocates {off['allocated_gib']:.2f} GiB where {off['predicted_gib']:.2f} were "
             "predicted: --wlb-max-tokens auto may be wrong; report it with the flags"

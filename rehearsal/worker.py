@@ -37,7 +37,7 @@ _UNSET = (
     "save load pretrained_checkpoint save_interval tensorboard_dir wandb_project tokenizer_model train_samples "
     "lr_decay_samples lr_decay_iters lr_warmup_fraction exit_duration_in_mins exit_interval logits_save_dir "
     "non_persistent_save_interval save_activations_interval save_dgrads_interval save_wgrads_interval "
-    "save_params_interval save_tokens_per_expert_interval moe_routing_trace_path"
+    "save_params_interval save_tokens_per_expert_interval moe_routing_trace_path ckpt_convert_format"
 ).split()
 _OFF = (
     "exit_signal_handler check_for_nan_in_loss_and_grad log_throughput record_memory_history profile log_progress "
@@ -122,7 +122,8 @@ def _run(task: Task, rank: int, watch: Watch, store: Any) -> None:
     try:
         run.run()
     except BaseException as error:
-        run.result["error"] = f"{type(error).__name__}: {error}"
+        said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # of an assert without words
+        run.result["error"] = f"{type(error).__name__}: {said}"
         traceback.print_exc()
         status = 1
     run.result |= {"lines": watch.lines(), "communicators": store.communicators()}

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from rehearsal import run
+from rehearsal import record, run
 from rehearsal.__main__ import main
 from rehearsal.build import library
 from rehearsal.match import match
@@ -159,6 +160,13 @@ def test_a_job_that_fits_does_so_also_where_memory_is_predicted_wrong():
     for predicted, said in ((6.3, ""), (6.22, "rank 3 allocates 6.56 GiB where 6.22 were predicted: --wlb-")):
         found, remark = run.verdict([rank | {"predicted_gib": predicted}], task, [], modelled=True)
         assert found == "fits" and remark.startswith(said) and bool(remark) == bool(said)
+    small = rank | {"allocated_gib": 0.0, "predicted_gib": 0.0}  # megabytes
+    ranks = [small, small | {"allocated_gib": 0.2}, rank | {"predicted_gib": 6.22}]
+    assert run.verdict(ranks, task, [], modelled=True) == ("fits", remark)
+    assert run.verdict(ranks[:2], task, [], modelled=True) == ("fits", "")
+    steps = {"steps": [dict.fromkeys(("predicted", "allocated", "reserved", "retries"), 1)], "communicators": {}}
+    told = steps | {"rank": 0, "lines": [], "weights": 1, "passes": [], "left_out": []}
+    assert record.summary(told, np.empty(0, record.RECORD))["predicted_gib"] == 0
 
 
 def test_the_stand_in_is_no_gpu_by_itself_and_names_what_it_lacks():
