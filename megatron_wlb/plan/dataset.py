@@ -3,6 +3,7 @@
 A document is one of its *sequences*, as in Megatron. The index stays mapped, and is processed in chunks.
 """
 
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,13 +139,14 @@ def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
 
 def _mapped(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
     """Return sequence lengths, pointers, and bytes per token; the header is checked."""
-    size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(_HEADER)
-    if len(head) < _HEADER:
-        raise ValueError(
-            f"{path} has {size} bytes, its header alone needs {_HEADER}: the file is truncated, build it again"
-        )
+        size = os.fstat(file.fileno()).st_size
+        if size < _HEADER:
+            raise ValueError(
+                f"{path} has {size} bytes, its header alone needs {_HEADER}: the file is truncated, build it again"
+            )
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # once: a blend may have hundreds
+    head = mapped[:_HEADER]
     if head[: len(_MAGIC)] != _MAGIC:
         raise ValueError(
             f"{path} is not a Megatron .idx file: it begins with {head[:9]!r}, not {_MAGIC!r}; give one that "
@@ -163,6 +165,5 @@ def _mapped(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
         )
     if not sequences:
         raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
-    lengths = np.memmap(path, "<i4", "r", _HEADER, (sequences,))
-    pointers = np.memmap(path, "<i8", "r", _HEADER + 4 * sequences, (sequences,))
-    return np.asarray(lengths), np.asarray(pointers), _ITEM_BYTES[code]
+    lengths = np.frombuffer(mapped, "<i4", sequences, _HEADER)
+    return lengths, np.frombuffer(mapped, "<i8", sequences, _HEADER + 4 * sequences), _ITEM_BYTES[code]

@@ -1,5 +1,6 @@
 """Reading `.idx` files written by hand: what they mean, and every way in which they can be broken."""
 
+import os
 import re
 import struct
 import tracemalloc
@@ -55,6 +56,14 @@ def test_of_an_index_nothing_is_held(tmp_path, monkeypatch):
     assert held < len(lengths) / 10
     assert peak < 3 * len(lengths)
     assert index.lengths.tolist() == lengths.tolist()
+
+
+def test_an_index_holds_one_descriptor(tmp_path):
+    """A blend may have hundreds."""
+    prefix = write(tmp_path, [3, 1])
+    before = len(os.listdir("/proc/self/fd"))
+    held = [read_index(prefix) for _ in range(8)]
+    assert len(os.listdir("/proc/self/fd")) == before + len(held)
 
 
 def test_a_file_that_is_not_there_and_a_folder(tmp_path):
