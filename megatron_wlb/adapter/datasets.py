@@ -1,5 +1,6 @@
 """Upstream's datasets, built as its `pretrain_gpt.py` builds them, and what each sample of them holds."""
 
+import errno
 import functools
 import os
 import resource
@@ -72,7 +73,7 @@ def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None
     """Build the datasets of the three splits on every rank, in upstream's order; None for one without data.
 
     `config` is upstream's, by default that of its `pretrain_gpt.py`. Every dataset holds files open, so as many are
-    allowed as can be.
+    allowed as can be. Raises ValueError where those are too few.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -83,7 +84,15 @@ def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None
         kind = _Conversations
     config = _config(args) if config is None else config
     config.wlb = args  # for the kinds below
-    built: list[Any] = BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).build()
+    try:
+        built: list[Any] = BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).build()
+    except Exception as error:
+        if getattr(error.__cause__ or error, "errno", None) != errno.EMFILE:  # of which upstream says another cause
+            raise
+        raise ValueError(
+            f"--wlb: the datasets hold more files open than the {most} that this process may; raise its hard limit "
+            "(ulimit -Hn), or merge datasets"
+        ) from error
     return built
 
 

@@ -5,6 +5,7 @@ Each is an error that says what and where, never a wait without end; and what wa
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -25,6 +26,12 @@ def test_a_log_in_no_folder_is_found_before_the_first_step(dataset, tmp_path):
         train(1, dataset, "--wlb-log", str(tmp_path / "no/log"))
     with pytest.raises(RuntimeError, match=r"--wlb-log .*corpus.bin is a file that the run reads; name anoth"):
         train(1, dataset, "--wlb-log", f"{dataset}.bin")
+
+
+def test_more_datasets_than_files_may_be_open_are_told_with_the_limit(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 200))  # which the run makes its own
+    with pytest.raises(RuntimeError, match="more files open than the 200 that this process may; raise its hard limit"):
+        train(1, " ".join([dataset] * 200), "--data-cache-path", str(tmp_path))
 
 
 def test_a_run_goes_on_from_what_was_whole_when_the_disk_was_full(dataset, tmp_path, monkeypatch):
