@@ -154,7 +154,7 @@ Planner(packer(described, lengths), described, 0, first_step=0).get(0)
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == bool(ending), done.stderr
-        assert done.stderr.count("Error") == bool(ending)
+        assert done.stderr.count("Error: ") == bool(ending)
 
 
 def test_a_closed_planner_leaves_nothing_behind():
