@@ -122,8 +122,8 @@ def _run(task: Task, rank: int, watch: Watch, store: Any) -> None:
     try:
         run.run()
     except BaseException as error:
-        said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # of an assert without words
-        run.result["error"] = f"{type(error).__name__}: {said}"
+        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # of an assert without words
+        run.result["error"] = f"{type(error).__name__}: {why}"
         traceback.print_exc()
         status = 1
     run.result |= {"lines": watch.lines(), "communicators": store.communicators()}
