@@ -97,7 +97,10 @@ def test_the_peak_adds_up():
         weight_bytes(in_parallel(GPT3, tp=8, cp=2), 1)
         == (on_stage - 4 * 4096 * 128 - 6 * 12 * 12 * 12288**2) / 8 + 4 * 4096 * 128
     )
-    # User buffers of tiles of 4,096 to 512 rows, three of each.
+    # User buffers of tiles of 4,096 to 512 rows, three of each; what is gathered lies in them, not beside them.
+    gathering = in_parallel(replace(GPT3, tp_tile_rows=4096), tp=8, sequence_parallel=True)
+    assert mlp_backward_bytes(gathering) == 2 * 12288 / 8 + 2 * 2 * 4 * 12288 / 8
+    assert mlp_backward_bytes(replace(gathering, tp_tile_rows=0)) == 2 * 12288 / 8 + 2 * 2 * 12288
     tiled = replace(GPT3, tp_tile_rows=4096)
     assert weight_bytes(tiled) - weight_bytes(GPT3) == 3 * 7680 * GPT3_SHAPE.hidden_size * 2
     two = in_parallel(GPT3, split=Split(pipeline_model_parallel_layout="E(t*6|)*7t*12|(t*6|)*6t*5|tL"), vpp=2)
@@ -262,3 +265,7 @@ def test_the_peak_of_a_step_is_of_its_own_micro_batches():
     assert step_peak_bytes(given, 0, even) == 1000 * (4 * kept[0] + first)
     assert step_peak_bytes(given, 3, even) < 1000 * (kept[0] + last)  # logits are gone before layers go back
     assert step_peak_bytes(given, 0, np.array([1.0, 1.0, 1.0, 1000.0])) < step_peak_bytes(given, 0, even)
+    # At the loss, the last stage has what it sends: of as many micro-batches as stages, all recomputed.
+    recomputed = replace(in_parallel(given, vpp=2), recompute=Recompute(granularity="full", num_layers=1))
+    late, at_once = (step_peak_bytes(replace(recomputed, overlap_transfers=sends), 3, even) for sends in (True, False))
+    assert late - at_once == 4 * 1000 * layer_input_bytes(given)
