@@ -158,7 +158,7 @@ def goals() -> str:
     """The results that set themselves goals, and every goal that they missed."""
     rows = []
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        entries = json.loads(path.read_text())["goals"]
+        entries = json.loads(path.read_text()).get("goals", [])  # a profile has none
         missed = [
             f"{_escaped(goal['name'])}: **{goal['value']:.5g}**, goal {goal['direction']} {goal['goal']:g}"
             for goal in entries

@@ -9,7 +9,6 @@ over micro-batches.
 """
 
 import itertools
-import re
 import sys
 import time
 from collections import defaultdict
@@ -22,7 +21,7 @@ from benchmarks import results
 from benchmarks.lengths import WINDOW, attention_job, f2, packed
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import sharding_kernel
-from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.hardware.profile import gpu_of, load_profile
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.runtime import measure
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("--profile", default="h100-cudnn", help="profile that chooses shardings; default: %(default)s")
     args, begin = parser.parse_args(), time.perf_counter()
     device = torch.cuda.get_device_name() if args.device == "cuda" else None
-    tag = (re.findall(r"[a-z]+\d+", (device or "").lower()) or [args.device])[0]
+    tag = gpu_of(device or "") or args.device
     where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
     window = 512 if args.quick else WINDOW
     given = {"profile": load_profile(args.profile), "packing": AdaptivePacking()}
