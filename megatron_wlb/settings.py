@@ -52,8 +52,8 @@ class Settings:
         """Check what ranges and choices cannot express; raises ValueError."""
 
     @classmethod
-    def add_flags(cls, group: Any, action: Any = "store") -> None:
-        """Add a flag for every setting; `action` is that of flags with a value."""
+    def add_flags(cls, group: Any) -> None:
+        """Add a flag for every setting."""
         for f in fields(cls):  # type: ignore[arg-type]
             text = f.metadata["help"].replace("%", "%%")
             if f.default is False:
@@ -62,7 +62,7 @@ class Settings:
             text += "" if f.default is None else f" Default: {f.default}."
             choices = f"{{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else None
             options = {"type": f.metadata["parse"], "default": f.default, "metavar": choices, "help": text}
-            group.add_argument(flag(f.name), action=action, **options)
+            group.add_argument(flag(f.name), **options)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:

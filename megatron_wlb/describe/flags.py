@@ -1,33 +1,14 @@
 """Settings of planning and of the training run."""
 
 import argparse
-import functools
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_wlb.job import MAX_TOKENS, Sharding
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.mock import mock_lengths
 from megatron_wlb.settings import Settings, integer_or_auto, setting
-
-FORMER = {
-    "--wlb-max-delay-steps": "--wlb-packing adaptive:{}",
-    "--wlb-outlier-thresholds": "--wlb-packing paper:{}",
-    "--wlb-packing original": "--wlb-packing megatron",
-    "--wlb-packing wlb": "--wlb-packing paper",
-    "--wlb-cp-sharding wlb": "--wlb-cp-sharding paper",
-    "--wlb-crossover": "--wlb-profile",
-    "--wlb-attention-backend": "--attention-backend",
-    "--wlb-sft-too-long": "--wlb-sft-skip long",
-    "--wlb-sft-broken": "--wlb-sft-skip broken",
-}
-"""Flags of the last release, or values of them, and what stands for them now, or without a value, what it follows from.
-They go with the next release."""
-_ASK_NOTHING = (None, "0", "auto", "truncate", "error")
-"""Values of former flags that were their defaults, as logs have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,50 +108,14 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     policies = " ".join(f"{each.name}: {each.help}" for each in POLICIES.values()).replace("%", "%%")
     group.add_argument(
         "--wlb-packing",
-        action=_Renamed,
         default=DEFAULT_POLICY,
         metavar=f"{{{','.join(POLICIES)}}}",
         help=f"How documents become micro-batches. {policies} Default: {DEFAULT_POLICY}.",
     )
-    Sharding.add_flags(group, action=_Renamed)
+    Sharding.add_flags(group)
     PlanSettings.add_flags(group)
     RunSettings.add_flags(group)
-    for former in FORMER:
-        if " " not in former:
-            group.add_argument(former, action=_Renamed, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
-
-
-class _Renamed(argparse.Action):
-    """Takes former flags and values by `FORMER`, and says so once, on the first rank."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        flag = self.option_strings[0]
-        now = FORMER.get(f"{flag} {values}", FORMER.get(flag))
-        if now is None:
-            # A former flag has added the parameter already.
-            kept = getattr(self, "kept", "")
-            if not (kept.startswith(f"{values}:") and kept == getattr(namespace, self.dest, None)):
-                setattr(namespace, self.dest, values)
-            return
-        if values in _ASK_NOTHING:
-            return
-        now, _, parameter = now.partition(" ")
-        said = f"is now {now} {parameter}".format(values) if parameter else f"has no effect any more: see {now}"
-        _warn(f"{flag}{f' {values}' * bool(values)} {said}")
-        if parameter:
-            action = parser._option_string_actions[now]
-            value = action.type(parameter.format(values)) if action.type else parameter.format(values)
-            if isinstance(value, tuple):
-                value = (*(getattr(namespace, action.dest, None) or ()), *value)
-            action(parser, namespace, value, now)
-            action.kept = value
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"> wlb: {text}", file=sys.stderr)
 
 
 def given_in(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> set[str]:
