@@ -55,10 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=integer(1, 1 << 14), default=6, metavar="K", help="steps to run; default: 6")
     parser.add_argument("--json", metavar="FILE", help="numbers to write; - for standard output")
     parser.add_argument("--html", metavar="FILE", help="memory over time to write, in pictures")
-    words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    args = parser.parse_args(words[:end])
-    return in_one_line(parser.prog, lambda: run(args, words[end + 1 :]))
+    own, flags, command = parser.divide(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args([*own, *flags])
+    return in_one_line(parser.prog, lambda: run(args, command))
 
 
 def run(args: argparse.Namespace, command: list[str]) -> int:

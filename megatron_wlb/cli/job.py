@@ -3,18 +3,16 @@
 import argparse
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import numpy as np
 
 from megatron_wlb import files
-from megatron_wlb.cli.common import integer
-from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_log
-from megatron_wlb.describe.arguments import SWITCHED_OFF, MegatronArguments, flag_of, short
+from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_flags, read_log
+from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import Description, has_linear_layers, precision_of
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
@@ -30,31 +28,8 @@ DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_p
 """Arguments that name the data."""
 
 
-def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] | None = None) -> None:
-    """Add `--model` and the flags of `MegatronArguments`, or of some of their groups."""
-    added: dict[str, Any] = {}
-    for f in fields(MegatronArguments):
-        group, kinds = f.metadata.get("group"), get_args(f.type) or (f.type,)
-        if group is None or (groups is not None and group not in groups):
-            continue
-        if group not in added:
-            added[group] = parser.add_argument_group(group)
-            if group == "model":
-                added[group].add_argument("--model", choices=MODELS, help="sizes beside it change it")
-        options: dict[str, Any] = {"dest": f.name, "default": None, "help": f.metadata["help"] or None}
-        if "least" in f.metadata:
-            options |= {"type": integer(f.metadata["least"], f.metadata["most"]), "metavar": "N"}
-        elif bool in kinds:
-            options |= {"action": "store_const", "const": f.name not in SWITCHED_OFF}
-        else:
-            is_list = str not in kinds and any(getattr(kind, "__origin__", None) is tuple for kind in kinds)
-            options["nargs"] = "*" if is_list else None
-            options |= {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": "X"}
-        added[group].add_argument(flag_of(f.name), **options)
-
-
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
-    """Add arguments that name a run: a log, flags (which win), or a command."""
+    """Add arguments that say more of a run than its flags (which win) and its command."""
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
     parser.add_argument(
         "--approximate", action="store_true", help="estimate without what is not simulated, such as another attention"
@@ -62,9 +37,11 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", type=_gpu, metavar="NAME", help=f"the run's device: {', '.join(GPUS)}; default: that of the profile"
     )
-    add_megatron_flags(parser)
-    add_wlb_arguments(parser)
-    parser.set_defaults(**dict.fromkeys(vars(add_wlb_arguments(_wlb_parser()).parse_args([]))))  # None: not typed
+    add_model_flag(parser)
+
+
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, help="of these sizes, but for those that flags give")
 
 
 def _gpu(text: str) -> str:
@@ -136,19 +113,18 @@ class Run(Description):
             return free
 
 
-def run_of(args: argparse.Namespace, command: list[str]) -> Run:
-    """Return the run of `add_job_flags`. Raises ValueError for contradictions."""
-    if args.log is not None and command:
+def run_of(args: argparse.Namespace) -> Run:
+    """Return the run of `add_job_flags` and `Parser.divide`. Raises ValueError for contradictions."""
+    if args.log is not None and args.launched:
         raise ValueError(f"{short(args.log)} and a command behind --; give one of them")
-    launched = Launched({}, [], "flags")
+    launched = given = read_flags(args.flags)
+    wlb_values(given)
+    typed = given.stated
     if args.log is not None:
         launched = read_log(args.log)
-    elif command:
-        launched = read_command(command, args.world_size)
-    for name, value in wlb_values(launched).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    typed = {f.name: value for f in fields(MegatronArguments) if (value := getattr(args, f.name, None)) is not None}
+    elif args.launched:
+        launched = read_command(args.launched, typed.get("world_size"))
+    vars(args).update(wlb_values(launched._replace(wlb=[*launched.wlb, *given.wlb])))
     run = launched.stated
     if typed.keys() & DATA:  # in the place of the run's, which may be given otherwise
         run = {name: value for name, value in run.items() if name not in DATA}
@@ -198,7 +174,7 @@ def wlb_values(launched: Launched) -> dict[str, Any]:
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}; give another value, or leave the flag out") from None
     if unknown and not launched.is_log:  # which may be of another release
-        raise ValueError(f"{short(unknown[0])} is no flag of --wlb; leave it out, or see --help-all")
+        raise ValueError(f"{short(unknown[0])} is no flag of --wlb; leave it out, or see docs/flags.md")
     return vars(found)
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ _MATTER = {
 """Arguments that affect the time of a step, and are simulated only with these values."""
 _READ = {"overlap_p2p_comm_warmup_flush", "step_batch_size_schedule", *masks.READ}
 """Arguments that `analyze` reads besides those of `MegatronArguments`."""
+_KNOWN = {*_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
 _OFF = SWITCHED_OFF | {
     name: f"no-{name.replace('_', '-')}" for name in ("masked_softmax_fusion", "create_attention_mask_in_dataloader")
 }
@@ -173,6 +174,17 @@ def read_command(words: Sequence[str], world_size: int | None = None, *, any_mod
     return Launched(stated, list(_wlb_words(stated)), "command", world_size=world_size or _world_size(words[:script]))
 
 
+def read_flags(words: Sequence[str]) -> Launched:
+    """Read flags of a run. Raises ValueError for one that is not read."""
+    given = {name: value for name, value in _renamed(_stated(words)).items() if value is not None}
+    stated = {name: value for name, value in given.items() if not name.startswith("wlb")}
+    strange = [name for name in stated if name not in _KNOWN]
+    _refuse_misspelt(strange)
+    if strange:
+        raise ValueError(f"{flag_of(short(strange[0]))} is not read; leave it out, or give the run's command behind --")
+    return Launched(stated, list(_wlb_words(given)), "flags")
+
+
 def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool) -> Judged:
     """Sort a run's arguments. Raises ValueError for what changes the prediction."""
     stated, left_out = launched.stated, []
@@ -191,9 +203,8 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     strange = [name for name, timed in _MATTER.items() if name in judged and _alone(judged[name]) not in timed]
     off = [name for name, value in judged.items() if switches_off(name, value)]
     read = MegatronArguments.__dataclass_fields__
-    known = {*_MATTER, *_READ, *NOT_SIMULATED, *read}
-    strangers = [name for name in judged if name not in {*known, *refused, *off}]
-    _refuse_misspelt(strangers, known)
+    strangers = [name for name in judged if name not in {*_KNOWN, *refused, *off}]
+    _refuse_misspelt(strangers)
     ignored = [] if launched.is_log else strangers
     said = {
         "Left out, since training with --wlb refuses them: {}.": refused,
@@ -216,7 +227,7 @@ def usual(stated: Mapping[str, Any]) -> set[str]:
     return {name for name in WEIGHT_SHARDS if stated.get(name) in shards}
 
 
-def _refuse_misspelt(names: Sequence[str], read: Collection[str]) -> None:
+def _refuse_misspelt(names: Sequence[str]) -> None:
     """Raise ValueError for a name that is read but for letters of a word, or where words are divided."""
 
     def alike(name: str, known: str) -> bool:
@@ -228,7 +239,7 @@ def _refuse_misspelt(names: Sequence[str], read: Collection[str]) -> None:
         )
 
     for name in names:
-        if meant := next((known for known in sorted(read) if alike(name, known)), None):
+        if meant := next((known for known in sorted(_KNOWN) if alike(name, known)), None):
             raise ValueError(f"{flag_of(short(name))} is no flag of Megatron's; give {flag_of(meant)}, or leave it out")
 
 

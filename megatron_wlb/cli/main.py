@@ -2,12 +2,13 @@
 
 A command is a module with `USAGE`, `add_arguments(parser)` and `run(args)`; its docstring is its help: the first line
 after the colon in the list of commands, the rest of it behind `COMMAND --help`. `args` also have all words that were
-`typed`, and a run's command behind --, `launched`.
+`typed`, a run's `flags` among them, and its command behind --, `launched`.
 """
 
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,40 +29,31 @@ MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong input in one line, and shows flags of a command's groups on --help-all only."""
+    """Reports wrong input in one line, and leaves a run's flags to `read_flags`."""
 
     def __init__(self, **options: Any) -> None:
         # No abbreviations: --save is Megatron's.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
-        self._shown: int | None = None
 
-    def show_groups(self, count: int) -> None:
-        """Show so many groups on --help, and add --help-all."""
-        self._shown = count
-        self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
-
-    def format_help(self) -> str:
-        every, self._action_groups = self._action_groups, self._action_groups[: self._shown]
-        try:
-            return super().format_help()
-        finally:
-            self._action_groups = every
+    def divide(self, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+        """Divide words into those of this parser, other flags with their values, and a run's command behind --."""
+        end = words.index("--") if "--" in words else len(words)
+        own, others = list[str](), list[str]()
+        into = own
+        for word in words[:end]:
+            if re.match("--?[a-z]", word):
+                into = own if word.partition("=")[0] in self._option_string_actions else others
+            into.append(word)
+        return own, others, list(words[end + 1 :])
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, refusal(self.prog, f"{message}; see {self.prog} --help{'-all' * bool(self._shown)}"))
+        self.exit(2, refusal(self.prog, f"{message}; see {self.prog} --help"))
 
 
-class _HelpAll(argparse.Action):
+class _Version(argparse.Action):
     def __init__(self, **options: Any) -> None:
         super().__init__(nargs=0, **options)
 
-    def __call__(self, parser: Any, *_: Any) -> None:
-        parser._shown = None
-        parser.print_help()
-        parser.exit()
-
-
-class _Version(_HelpAll):
     def __call__(self, parser: Any, *_: Any) -> None:
         print(version())
         parser.exit()
@@ -98,23 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             description=rest,
         )
         module.add_arguments(command)
-        if module is analyze:
-            command.show_groups(2)  # LOG, and outputs
         command.set_defaults(run=module.run)
     words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    args, unknown = parser.parse_known_args(words[:end])
+    command = commands.choices.get(words[0], parser) if words else parser
+    own, flags, launched = command.divide(words[1:])
+    args, unknown = parser.parse_known_args([*words[:1], *own])
+    unknown += flags if args.run is compare.run else []
+    unknown += launched if args.run is not analyze.run else []
     if unknown:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    args.typed, args.launched = words, words[end + 1 :]
-
-    def run() -> int | None:
-        if args.launched and args.run is not analyze.run:
-            raise ValueError(f"{args.launched[0]} behind --: only analyze takes a run's command")
-        code: int | None = args.run(args)
-        return code
-
-    return in_one_line(f"megatron-wlb {args.command}", run)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.typed, args.flags, args.launched = words, flags, launched
+    return in_one_line(f"megatron-wlb {args.command}", lambda: args.run(args))
 
 
 def in_one_line(program: str, run: Callable[[], int | None]) -> int:

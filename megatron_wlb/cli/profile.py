@@ -27,7 +27,8 @@ import msgspec
 import numpy as np
 
 from megatron_wlb.cli.common import progress, write_json, writer
-from megatron_wlb.cli.job import add_megatron_flags
+from megatron_wlb.cli.job import add_model_flag
+from megatron_wlb.cli.launch import read_flags
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.shape import model_of
@@ -42,11 +43,11 @@ TILE_ROWS = {"cuda": (128,), "cpu": (1, 32, 64, 128)}
 """Candidates, of which the best-fitting one is used."""
 Shape = tuple[ShardPlan, int]
 """A plan, and the rank whose shard is measured."""
-USAGE = "[MODEL FLAGS] --output FILE.json [--quick]"
+USAGE = "[FLAGS] --output FILE.json [--quick]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_megatron_flags(parser, ("model", "multi-latent attention"))  # of layers that `measure` times
+    add_model_flag(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument(
         "--backend", default="auto", help="attention backend: aten, flash_attn_3, te or cpu; default: as in training"
@@ -54,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
     parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer samples")
     parser.add_argument("--output", required=True, metavar="FILE.json", help="profile to write; - for standard output")
-    parser.set_defaults(num_layers=1)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> None:
 
     from megatron_wlb.runtime import measure
 
-    model = model_of(MegatronArguments.of(vars(args)), args.model)
+    model = model_of(MegatronArguments.of({"num_layers": 1} | read_flags(args.flags).stated), args.model)
+    if model.delta_net or model.mamba:
+        raise ValueError("gated delta nets and Mamba layers are not measured; give the sizes of other layers alone")
     target = measure.target_of(model, args.device, args.backend, args.dtype)
     chosen = shapes(LONGEST_TOKENS[target.device][args.quick])
     with writer(args.output) as file:

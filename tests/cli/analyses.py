@@ -1,5 +1,6 @@
 """Small jobs as flags, what words describe, and `megatron-wlb analyze` as tests call it."""
 
+import argparse
 import json
 import re
 import shlex
@@ -46,10 +47,10 @@ class Described(NamedTuple):
 def run(*words):
     """The run of words as a shell would read them."""
     words = shlex.split(" ".join(map(str, words)))
-    end = words.index("--") if "--" in words else len(words)
     parser = Parser(prog="megatron-wlb analyze")
     add_job_flags(parser)
-    return run_of(parser.parse_args(words[:end]), words[end + 1 :])
+    own, flags, launched = parser.divide(words)
+    return run_of(parser.parse_args(own, argparse.Namespace(flags=flags, launched=launched)))
 
 
 def described(*words):

@@ -33,9 +33,8 @@ def test_help_fits_a_screen_and_the_version_says_what_trains(capsys):
         assert not ended.value.code
         return capsys.readouterr().out
 
-    short, every = said("analyze", "-h"), said("analyze", "--help-all")
+    short = said("analyze", "-h")
     assert len(short.splitlines()) <= 40 and short.count("    megatron-wlb analyze") == 3 and "--html" in short
-    assert "--hidden-size" not in short and "--hidden-size" in every and "--wlb-packing" in every
     versions = rf"megatron-wlb {re.escape(__version__)}( \([0-9a-f]{{7,}}\))?, megatron-core [\d.]+, torch [\d.]+\S*, "
     assert re.match(versions, said("--version"))
 

@@ -150,7 +150,7 @@ def test_former_names_of_arguments_are_known(lines, expected, tmp_path):
 
 def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
     """Also of another release, which has other flags and words."""
-    lines = {"wlb": True, "wlb_max_delay_steps": 0, "wlb_outlier_thresholds": (20, 30), "wlb_packing": "wlb"}
+    lines = {"wlb": True, "wlb_max_delay_steps": 0, "wlb_packing": "paper:20,30"}
     lines |= {"wlb_log": "a b", "wlb_save_gathered_kv": False, "wlb_max_tokens": None, "wlb_memory_budget": 40.5}
     lines |= {"wlb_windows_per_micro_batch": 2}
     text = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in lines.items())

@@ -123,7 +123,7 @@ def _profile_seeds() -> list[bytes]:
 def _typed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_job_flags(parser)
-    return parser.parse_args(["LOG"])
+    return parser.parse_args(["LOG"], argparse.Namespace(flags=[], launched=[]))
 
 
 def _log(data: bytes, folder: Path) -> None:
@@ -131,7 +131,7 @@ def _log(data: bytes, folder: Path) -> None:
     file = folder / "train.log"
     file.write_bytes(data)
     args = argparse.Namespace(**vars(_typed()) | {"log": str(file)})
-    run = run_of(args, [])
+    run = run_of(args)
     require(run.launched.is_log and run.arguments.world_size, "a log has its number of GPUs")
     job = run.job()
     require(job.parallel.num_gpus == run.arguments.world_size, "so has its job")

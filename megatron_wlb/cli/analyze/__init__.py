@@ -7,9 +7,9 @@ nor Megatron, nor torch; of the dataset, it reads only the .idx file.
     megatron-wlb analyze --html report.html -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
-LOG comes first. Flags of Megatron and of --wlb (--help-all) take precedence over those of a log or a command. Megatron
-(attention across documents, or documents apart) and --wlb train the same tokens every step. Steps are packed, sharded
-and simulated as they would be trained.
+LOG comes first. FLAGS, of Megatron and of --wlb, take precedence over those of a log or a command. Megatron (attention
+across documents, or documents apart) and --wlb train the same tokens every step. Steps are packed, sharded and
+simulated as they would be trained.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("two outputs would be mixed on standard output; name a file for one")
     if args.html is not None:
         from megatron_wlb.cli.analyze import page  # so are its packages
-    setup = Setup(run_of(args, args.launched))
+    setup = Setup(run_of(args))
     packed, simulated = report.steps_of(setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
