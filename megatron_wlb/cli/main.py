@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         own, others = list[str](), list[str]()
         into = own
         for word in words[:end]:
-            if re.match("--?[a-z]", word):
+            if re.match("--?[A-Za-z]", word):
                 into = own if word.partition("=")[0] in self._option_string_actions else others
             into.append(word)
         return own, others, list(words[end + 1 :])
