@@ -163,18 +163,17 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
         self.tokens = -scale.start_tokens
 
-    def step(self, packing: PackedBatch) -> tuple[float, float]:
-        """Train one step; returns the mean loss of its tokens and the norm of the gradient before it is clipped."""
+    def step(self, packing: PackedBatch) -> None:
+        """Train one step."""
         tokens = int(packing.documents["length"].sum())
         rate = learning_rate(self.tokens + tokens / 2, self._scale)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad()
-        loss = accumulate(self.model, self.corpus, packing)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
+        accumulate(self.model, self.corpus, packing)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self.tokens += tokens
-        return loss, norm
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, packing: PackedBatch) -> dict[str, float]:
@@ -208,15 +207,11 @@ def run(variant: str, seed: int, scale: Scale, data: Row, trainer: Trainer) -> R
     # Another order of documents than the start had, and the control yet another.
     train = ordered(data, scale, scale.global_batches, seed=seed + (2000 if variant == CONTROL else 1000))
     packer, trainer.corpus = Packer(train.samples, job), train.corpus
-    steps: dict[str, list[float]] = {key: [] for key in ("tokens", "loss", "gradient_norm", "imbalance", "long_tokens")}
     measured, validations = [], [{"tokens": 0, **trainer.validate(held_out, validation)}]
     while trainer.tokens < scale.tokens:
         packed, before = packer.next(), trainer.tokens
-        loss, norm = trainer.step(packed.batch)
-        m = metrics.measure(packed.batch, packed.step, job)
-        measured.append(m)
-        for key, value in zip(steps, (m.tokens, loss, norm, m.imbalance, m.long_tokens), strict=True):
-            steps[key].append(value if isinstance(value, int) else round(value, 5))
+        trainer.step(packed.batch)
+        measured.append(metrics.measure(packed.batch, packed.step, job))
         if trainer.tokens * MEASUREMENTS // scale.tokens > before * MEASUREMENTS // scale.tokens:
             validations.append({"tokens": trainer.tokens, **trainer.validate(held_out, validation)})
     delays = sum((Counter(m.delays) for m in measured), Counter())
@@ -228,7 +223,7 @@ def run(variant: str, seed: int, scale: Scale, data: Row, trainer: Trainer) -> R
         "validation": validations,
         "packing": metrics.summarise(measured),
         "tokens_by_delay": {str(delay): delays[delay] for delay in sorted(delays)},
-        "steps": steps,
+        "steps": {key: [getattr(each, key) for each in measured] for key in ("tokens", "long_tokens")},
     }
 
 

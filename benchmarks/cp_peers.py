@@ -15,7 +15,7 @@ from benchmarks.attention import fitted
 from megatron_wlb.cost.attention import attention_kernels, exchange_model, exposed_exchange
 from megatron_wlb.documents import SEGMENT, Shard, ShardPlan, document_work
 from megatron_wlb.hardware.profile import KernelModel
-from megatron_wlb.job import FP32, Job
+from megatron_wlb.job import Job
 from megatron_wlb.sharding.routing import document_begins, moved_rows
 from tests.reference.rounds import Ownership, round_times
 
@@ -159,20 +159,3 @@ def own_share(held: Ownership) -> np.ndarray:
     pairs = np.stack((rows * (rows + 1) // 2 + rows * before, rows * (segments["start"] + segments["stop"] + 1) // 2))
     own, every = held.by_rank(pairs.T).sum(axis=0)
     return own / np.maximum(every, 1)
-
-
-def tiled_ring(lengths: np.ndarray, job: Job) -> list[float]:
-    """Forward and backward of a layer's attention in TransformerEngine's ring of packed documents, us.
-
-    A rank has two chunks of every document and their keys first. In every later step both of its chunks see the first
-    of another rank's, or the second sees both. Each has tiles of its own. Every step adds its output to an fp32 sum.
-    """
-    cp, kernels = job.parallel.cp, attention_kernels(job)
-    one, two = (-(-each // kernels[0].tile_rows) for each in (-(-lengths // (2 * cp)), -(-lengths // cp)))
-    tiles = (two * (two + 1) // 2 + (cp - 1) * one * two).sum()
-    # The last rank, whose second chunk sees both of all others', has most tiles of queries.
-    counts = np.array([[cp], [tiles], [cp * two.sum()]])
-    rows = np.array([float(lengths.sum())])
-    merged = rows * job.model.output_size * (job.bytes_per_value + 2 * FP32) / job.profile.memory_gb_per_s / 1e3
-    busy = [kernel.time(*counts) + merged for kernel in kernels]
-    return [float((each + added)[0]) for each, added in zip(busy, exposed_exchange(job, rows, busy), strict=True)]

@@ -327,7 +327,7 @@ def kernels(row: Row) -> Iterator[Row]:
 
 
 def distributed(row: Row) -> Iterator[Row]:
-    """A layer's attention under context parallelism, in packs of documents; the ring in two readings, not scored."""
+    """A layer's attention under context parallelism, in packs of documents; the ring is a reading, not scored."""
     if group_of(row) != "SandAI-org/MagiAttention" or gpu_of(asked(row, "hardware")) != "h100":
         raise ValueError("its documents or its kernels are not known")
     cp, length, heads = asked(row, "layout.cp"), length_of(row), attention.PUBLICATIONS["SandAI-org"]["heads"]
@@ -341,13 +341,12 @@ def distributed(row: Row) -> Iterator[Row]:
     ring = replace(job, cp_exchange="ring")
     layers = pass_times(ring, [shard(lengths, ring) for lengths in packs]).layers
     took["ring"] = np.array([each.attention.max(axis=1) + each.exchange for each in layers])
-    took["thd_ring"] = np.array([cp_peers.tiled_ring(lengths, ring) for lengths in packs]).T
     for name, times in took.items():
         for direction, rate in zip(("fwd", "bwd"), (of / times).mean(axis=1) / 1e6, strict=True):
-            quantity = f"{name.replace('thd_ring', 'ring')}_{direction}".replace("ring_", "ring_p2p_")
+            quantity = f"{name}_{direction}".replace("ring_", "ring_p2p_")
             if quantity in asked(row, "measured"):
                 each = {"quantity": quantity, "predicted": float(rate), "measured": row["measured"][quantity]["value"]}
-                yield each | ({"reading": name} if "ring" in name else {})
+                yield each | ({"reading": name} if name == "ring" else {})
 
 
 def predict(rows: list[Row]) -> tuple[list[Row], list[Row]]:

@@ -21,7 +21,7 @@ from benchmarks import results
 from benchmarks.lengths import WINDOW, attention_job, f2, packed
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import sharding_kernel
-from megatron_wlb.hardware.profile import gpu_of, load_profile
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, gpu_of, load_profile
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.runtime import measure
@@ -40,16 +40,15 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=8.5, help="no case begins later; default: %(default)s")
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
-    parser.add_argument("--profile", default="h100-cudnn", help="profile that chooses shardings; default: %(default)s")
     args, begin = parser.parse_args(), time.perf_counter()
     device = torch.cuda.get_device_name() if args.device == "cuda" else None
     tag = gpu_of(device or "") or args.device
     where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
     window = 512 if args.quick else WINDOW
-    given = {"profile": load_profile(args.profile), "packing": AdaptivePacking()}
+    given = {"profile": load_profile(DEFAULT_PROFILE), "packing": AdaptivePacking()}
     lengths = np.maximum(1, f2(20_000, 0) * window // WINDOW)
     made = packed(lengths, attention_job(window, (1, 1), **given), 2 if args.quick else 12)
-    settings: Row = {"command": sys.argv[1:], "cuda": torch.version.cuda, "profile": args.profile, "models": MODELS}
+    settings: Row = {"command": sys.argv[1:], "cuda": torch.version.cuda, "profile": DEFAULT_PROFILE, "models": MODELS}
     rows: list[Row] = []
     goals: list[results.Goal] = []
     for (model, heads), cp in itertools.product(MODELS.items(), CPS):

@@ -63,12 +63,9 @@ def write_json(file: Any, entry: dict[str, Any]) -> None:
 @contextmanager
 def progress(total: int, output: str | None, text: str) -> Iterator[Callable[[int], None]]:
     """Yield a function that advances a bar, shown with rich on a free terminal."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield lambda amount: None
-        return
+    from rich.console import Console
+    from rich.progress import Progress
+
     shown = sys.stderr.isatty() and not (output == "-" and sys.stdout.isatty())
     with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
         task = bar.add_task(text, total=total)

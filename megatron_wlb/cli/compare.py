@@ -203,29 +203,29 @@ def _log(name: str, gpus: int, starts: Sequence[Sequence[tuple[float, ...]]], sk
 
 
 def _of_text(name: str, skip: int) -> Log:
-    """Read the lines of `training_log`, each the mean of the steps since the one before.
+    """Read the lines of `training_log`, each the mean of up to `log_interval` steps since the one before.
 
     The second of a start holds its first step, too, and is left out as one of its first steps.
     """
     text = launch.text_of(name, "give its arguments and the lines of its iterations alone")
     if launch.END_OF_ARGUMENTS not in text:
         raise ValueError(f"{name} has no arguments as Megatron prints them, nor steps of --wlb-log; {_REMEDY}")
-    for what in ("world_size", "seq_length", "sft", "wlb_documents"):
+    for what in ("world_size", "seq_length", "log_interval", "sft", "wlb_documents"):
         if len(found := set(re.findall(rf"\s{what} \.+ (\S+)", text))) > 1:
             raise ValueError(
                 f"{name} is of runs with {what} {' and '.join(sorted(found))}; give each as a file of its own"
             )
     stated = launch.arguments_of(text, name).stated
-    arguments = MegatronArguments.of(stated)
-    if not arguments.seq_length or not arguments.world_size:
-        raise ValueError(f"{name}: its arguments lack seq_length or world_size; {_REMEDY}")
+    arguments, interval = MegatronArguments.of(stated), stated.get("log_interval")
+    if not arguments.seq_length or not arguments.world_size or not isinstance(interval, int):
+        raise ValueError(f"{name}: its arguments lack seq_length, world_size or log_interval; {_REMEDY}")
     starts: list[list[tuple[float, ...]]] = []
     for begun in text.split(launch.END_OF_ARGUMENTS):
         starts.append([])
         before = 1 << 32
         for number, fields in _ITERATION.findall(begun):
             last = int(number[:9])
-            count, before = last - before if before < last else 1, last
+            count, before = min(last - before, interval) if before < last else 1, last  # a line may be lost
             # From behind: what stands first is the iteration's, and what follows may be of another, or of a rank.
             each = (field.partition(":") for field in reversed(fields.split("|")))
             values = {key.strip(): value for key, _, value in each}

@@ -135,10 +135,8 @@ def run_of(args: argparse.Namespace) -> Run:
         if typed.keys() & {*anew, "pipeline_model_parallel_layout"}:
             anew.append("virtual_pipeline_model_parallel_size")  # which Megatron settles by those two
         stated |= {name: typed.get(name) for name in (*anew, "data_cache_path")}
-    notes: list[str] = []
-    if (schedule := stated.get("step_batch_size_schedule")) and "global_batch_size" not in typed:
-        stated["global_batch_size"] = _last_of(str(schedule))
-        notes.append(f"Steps are those at the end of --step-batch-size-schedule {short(schedule)}.")
+    if stated.get("step_batch_size_schedule") and "global_batch_size" not in typed:
+        raise ValueError("--step-batch-size-schedule has steps of several sizes; give the --global-batch-size of one")
     arguments = MegatronArguments.of(stated)
     if launched.is_log and arguments.sft and not (typed.keys() & DATA and "tokenizer_model" in typed):
         raise ValueError(
@@ -147,8 +145,9 @@ def run_of(args: argparse.Namespace) -> Run:
         )
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
-    judged = judge(launched, arguments, approximate=args.approximate)
+    judged = judge(launched, arguments, model=args.model, approximate=args.approximate)
     profile = args.wlb_profile or (GPUS[args.gpu] if args.gpu else DEFAULT_PROFILE)
+    notes: list[str] = []
     misfit = load_profile(profile).misfit(args.gpu, precision_of(arguments))
     judged.remarks[:0] = [misfit] if misfit else []
     return Run.of(
@@ -176,14 +175,6 @@ def wlb_values(launched: Launched) -> dict[str, Any]:
     if unknown and not launched.is_log:  # which may be of another release
         raise ValueError(f"{short(unknown[0])} is no flag of --wlb; leave it out, or see docs/flags.md")
     return vars(found)
-
-
-def _last_of(schedule: str) -> int:
-    """Return the last global batch of `--step-batch-size-schedule`. Raises ValueError for no schedule."""
-    last = schedule.split()[-1:] or [""]
-    if not re.fullmatch(r"[^:]+:[0-9]{1,9}", last[0]):
-        raise ValueError(f"--step-batch-size-schedule is {short(schedule)}; give it as '0:512 100B:1024'")
-    return int(last[0].partition(":")[2])
 
 
 def _settled(

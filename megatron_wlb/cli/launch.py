@@ -6,7 +6,9 @@ import os
 import re
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,17 +16,15 @@ from megatron_wlb import files
 from megatron_wlb.describe import masks
 from megatron_wlb.describe.adapt import switches_off
 from megatron_wlb.describe.arguments import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
-from megatron_wlb.describe.refusals import refuses
+from megatron_wlb.describe.refusals import refusals, refuses
 from megatron_wlb.describe.shape import DELTA_NETS
 
 MOST_BYTES = 1 << 28
 """Largest log that is read. `BLOCK` cuts a larger one."""
-LONGEST_VALUE = 1 << 18
-"""Longest argument in a log, in characters, that is parsed as more than text."""
 LIKE_A_WORD = 0.7
 """Share of letters from which on a word is taken for another, misspelt; none of Megatron's own flags is."""
 MOST_VALUES = 1 << 20
-"""Most characters of arguments in a log that are parsed as more than text, in all."""
+"""Most characters of all arguments in a log."""
 BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
 """Shell command that prints the argument blocks of a log."""
 END_OF_ARGUMENTS = "- end of arguments -"
@@ -59,21 +59,12 @@ _ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "
     *("dataloader_type", "moe_token_dispatcher_type", "moe_hybridep_pad_uneven_dispatch_inputs")
 }
 """Arguments that --wlb or the recommended flags set; a log has them whether they were given or not."""
-_RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_FORMER = {
-    "model_parallel_size": "tensor_model_parallel_size",
-    "batch_size": "micro_batch_size",
-    "checkpoint_num_layers": "recompute_num_layers",
-    "activations_checkpoint_granularity": "recompute_granularity",
-    "activations_checkpoint_method": "recompute_method",
-    "activations_checkpoint_num_layers": "recompute_num_layers",
-    "hybrid_override_pattern": "hybrid_layer_pattern",
-}
-"""Former arguments of Megatron, and their names since."""
 WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 """Arguments that --wlb refuses, and that a log shows where nobody gave them, see `usual`."""
 _OTHER_MODELS = {
     "is_hybrid_model": "pretrain_mamba.py of a former release",
+    **dict.fromkeys(("model_parallel_size", "checkpoint_activations"), "a release before 2023"),
+    **dict.fromkeys(("activations_checkpoint_method", "activations_checkpoint_granularity"), "a release before 2023"),
     "deepspeed": "DeepSpeed",
     "deepspeed_config": "DeepSpeed",
     "language_model_type": "a multimodal model",
@@ -132,7 +123,7 @@ def arguments_of(text: str, name: str) -> Launched:
         )
     lines = text[begins[-1] : end].splitlines()
     texts = {m[1]: files.printable(m[2]).strip() for line in lines if (m := _ARGUMENT.search(line))}
-    if sum(len(text) for text in texts.values() if len(text) <= LONGEST_VALUE) > MOST_VALUES:
+    if sum(map(len, texts.values())) > MOST_VALUES:
         raise ValueError(f"{short(name)}: its arguments have over {MOST_VALUES >> 20} MiB, the limit; {_REMEDY}")
     found = _renamed({argument: _value_of(text) for argument, text in texts.items()})
     if not all(isinstance(found.get(name), int) for name in ("num_layers", "world_size")):
@@ -147,11 +138,9 @@ def arguments_of(text: str, name: str) -> Launched:
 
 def _renamed(found: dict[str, Any]) -> dict[str, Any]:
     """Return arguments by today's names; DeepSpeed's list of one number is that number."""
-    former = {new: found[old] for old, new in _FORMER.items() if found.get(old) is not None}
-    if found.get("checkpoint_activations") is True or "recompute_method" in former:
-        former = _RECOMPUTE_ALL | former
-    now = {name: value for name, value in found.items() if name not in _FORMER}
-    return former | now | {"num_experts": _alone(found.get("num_experts"))}
+    former = found.pop("hybrid_override_pattern", None)
+    experts = {"num_experts": _alone(found["num_experts"])} if "num_experts" in found else {}
+    return found | experts | ({"hybrid_layer_pattern": former} if former else {})
 
 
 def read_command(words: Sequence[str], world_size: int | None = None, *, any_model: bool = False) -> Launched:
@@ -185,8 +174,8 @@ def read_flags(words: Sequence[str]) -> Launched:
     return Launched(stated, list(_wlb_words(given)), "flags")
 
 
-def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool) -> Judged:
-    """Sort a run's arguments. Raises ValueError for what changes the prediction."""
+def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None, approximate: bool) -> Judged:
+    """Sort a run's arguments; known models are gated. Raises ValueError for what changes the prediction."""
     stated, left_out = launched.stated, []
     for name, what in NOT_SIMULATED.items():
         if stated.get(name) in (None, False) or (name == _ATTENTION and stated[name] in DELTA_NETS):
@@ -213,6 +202,11 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
         "Not simulated, and so without effect on these numbers: {}.": [n for n in strange if n not in refused],
     }
     remarks = [text.format(" ".join(map(flag_of, names))) for text, names in said.items() if names]
+    given = {name: value for name, value in (judged | asdict(arguments)).items() if name not in refused}
+    given |= {"attention_dropout": 0} | ({"swiglu": True} if model else {})
+    if launched.source == "flags":
+        given["sequence_parallel"] = True  # as is assumed
+    remarks += [f"Training with --wlb refuses this run: {why}." for why in refusals(Namespace(**given))]
     return Judged(
         refused=list(map(flag_of, refused)),
         ignored=list(map(flag_of, ignored)),
@@ -315,7 +309,7 @@ def _number(text: str) -> Any:
 
 def _value_of(text: str) -> Any:
     """Parse a value as Megatron printed it; returns the text if it is no literal."""
-    if len(text) > LONGEST_VALUE or not re.fullmatch(r"[\[(].*[\])]|-?[\d.e+-]+|None|True|False", text):
+    if not re.fullmatch(r"[\[(].*[\])]|-?[\d.e+-]+|None|True|False", text):
         return text
     try:
         return ast.literal_eval(text)

@@ -1,7 +1,7 @@
 """Megatron's arguments that `--wlb` cannot serve, with reason and remedy."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_wlb.describe.megatron import has_linear_layers
@@ -180,25 +180,27 @@ class Lenient(Namespace):
         return None
 
 
-def check(args: Namespace) -> None:
-    """Raise ValueError for the first argument that `--wlb` cannot serve.
-
-    The message has the flag, the reason and the remedy. Call this before upstream validates its arguments.
-    """
+def refusals(args: Namespace) -> Iterator[str]:
+    """Yield why `--wlb` cannot serve arguments: flag, reason and remedy."""
     given = Lenient(**vars(args))
     for name, reason in REFUSED.items():
         if getattr(given, name):
-            raise ValueError(f"--wlb: --{name.replace('_', '-')} {reason}")
+            yield f"--{name.replace('_', '-')} {reason}"
     for message, refused in _REFUSALS.items():
         if refused(given):
-            raise ValueError(f"--wlb: {message.format(a=given)}")
+            yield message.format(a=given)
+
+
+def check(args: Namespace) -> None:
+    """Raise ValueError for the first of `refusals`. Call this before upstream validates its arguments."""
+    for why in refusals(args):
+        raise ValueError(f"--wlb: {why}")
 
 
 def refuses(name: str, value: Any, *, has_experts: bool) -> bool:
-    """Return whether `check` refuses an argument for its value alone."""
+    """Return whether an argument is refused for its value alone."""
     served = {"seq_length": 1024, "attention_dropout": 0, "tensor_model_parallel_size": 1, "swiglu": True}
     try:
-        check(Namespace(**served | {"num_experts": 2 if has_experts else None, name: value}))
-    except (ValueError, TypeError):  # text instead of a number
+        return any(refusals(Namespace(**served | {"num_experts": 2 if has_experts else None, name: value})))
+    except TypeError:  # text instead of a number
         return True
-    return False

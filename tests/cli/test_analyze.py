@@ -90,8 +90,6 @@ def test_the_same_tokens_by_hand(tmp_path, lengths, data, size):
         per_token[name] = sum(times) / (200 * N * C)
         assert sum(numbers["parts_ms"].values()) == pytest.approx(numbers["step_ms"])
     assert found["schemes"]["ours"]["speedup"] == pytest.approx(per_token["thd"] / per_token["ours"])
-    limits = [each["limit_us_per_token"] for each in found["schemes"].values()]
-    assert found["limit"]["us_per_token"] == min(limits)
 
 
 def test_what_micro_batches_of_one_window_bring_is_not_credited_to_wlb(tmp_path, capsys):
@@ -155,15 +153,14 @@ def test_flags_to_add_are_those_that_were_given(data):
 
 
 def test_nothing_to_gain(tmp_path, capsys):
-    """Documents of a full window each: all schemes are the same, and nothing is attainable."""
+    """Documents of a full window each: all schemes are the same."""
     write_index(tmp_path / "full.idx", np.full(300, C))
     words = f"{JOB} --wlb-micro-batches 4 --steps 4 --num-gpus 2 --data-path {tmp_path}/full.idx"
     found = analyse(tmp_path, words)
     for numbers in found["schemes"].values():
-        assert numbers["speedup"] == pytest.approx(1) and numbers["of_limit"] == pytest.approx(1)
+        assert numbers["speedup"] == pytest.approx(1)
         assert numbers["imbalance"] == pytest.approx({"pp": 1, "dp": 1, "cp": 1, "work_mean": 1, "work_p95": 1})
         assert numbers["late_steps"] == numbers["token_cv"] == 0
-    assert found["limit"]["speedup"] == pytest.approx(1)
     assert "Add to the command" not in capsys.readouterr().out
     shares = found["data"]["shares"]
     assert found["data"]["up_to"][-1] == C
@@ -206,8 +203,6 @@ def test_masks_of_upstream_that_do_not_hold_are_named(long):
     assert "tokens attend to other documents, and not to all of their own" in " ".join(found.run.judged.remarks)
     alone = setup(masked.replace("--context-parallel-size 2", "--context-parallel-size 1"))
     assert alone.megatron.name == "thd" and "other documents" not in " ".join(alone.run.judged.remarks)
-    ignored = setup(f"{RUN} {LARGE} {long} --reset-attention-mask")  # by TransformerEngine
-    assert ignored.megatron.name == "plain" and "NVIDIA/Megatron-LM#2357" in " ".join(ignored.run.judged.remarks)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def write(path, entries):
 
 def text_log(path, seconds, interval=1, prefix="", **more):
     """A log as Megatron 0.19 prints it: its first line of a start is cleared only with the second."""
-    lines = printed({"num_layers": 4, "world_size": GPUS, "seq_length": WINDOW} | more).splitlines()
+    lines = printed(
+        {"num_layers": 4, "world_size": GPUS, "seq_length": WINDOW, "log_interval": interval} | more
+    ).splitlines()
     for last in sorted({1, *range(interval, len(seconds) + 1, interval)}):
         begin = max(0, last - interval) if last > max(2, interval) else 0
         ms, loss = 1e3 * np.mean(seconds[begin:last]), np.mean(LOSSES[begin:last])
@@ -170,12 +172,13 @@ def test_the_first_steps_of_every_start_are_left_out(tmp_path):
 
 
 def test_prefixes_and_broken_lines_do_no_harm(tmp_path):
-    """Of torchrun --tee, and of two processes that write at once."""
+    """Of torchrun --tee, of two processes that write at once, and of a line that is lost."""
     log = text_log(tmp_path / "a", SLOW, prefix="[default7]:")
     lines = log.read_text().splitlines()
     lines[-3] = lines[-3].replace("global batch size", "global[rank 3] what")
+    del lines[-5]
     log.write_text("\n".join(lines))
-    assert [row[:2] for row in compared(tmp_path, log, log)["steps"][0]][-3:] == [[67, 1], [69, 1], [70, 1]]
+    assert [row[:2] for row in compared(tmp_path, log, log)["steps"][0]][-4:] == [[65, 1], [67, 1], [69, 1], [70, 1]]
     before = compared(tmp_path, log, log)["steps"][0]
     log.write_text("\n".join([*lines[:-1], f"{lines[-1]} lm loss: inf | {lines[-2]}"]))
     assert compared(tmp_path, log, log)["steps"][0] == before

@@ -65,15 +65,6 @@ def test_memory_bounds_micro_batches():
         assert any(re.search(why, said) for said in (*unknown.notes, *unknown.judged.remarks))
 
 
-def test_a_step_is_the_last_of_a_schedule():
-    command = "-- torchrun pretrain_gpt.py", JOB.replace("--global-batch-size", "--seed"), "--step-batch-size-schedule"
-    found = run(*command, "'0:4 100B:512'")
-    assert found.arguments.global_batch_size == 512
-    assert any("at the end of --step-batch-size-schedule 0:4 100B:512" in note for note in found.notes)
-    with pytest.raises(ValueError, match="--step-batch-size-schedule is 512; give it as '0:512 100B:1024'"):
-        run(*command, "512")
-
-
 def test_known_models_keep_their_sizes_in_other_layouts():
     experts = run("--model deepseek-v3 --seq-length 4096 --num-experts 256 --expert-model-parallel-size 8 --num-gpus 8")
     assert (experts.job().model.moe_router_topk, experts.job().model.ffn_hidden_size) == (8, 9 * 2048)
@@ -112,7 +103,6 @@ def test_a_gpu_chooses_profile_and_memory_and_what_proves_another_is_said_first(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--seq-length 64 --num-layers 2 --vocab-size 9 DATA", "no --hidden-size, --num-attention-heads: give the si"),
         (f"{JOB.split(' --vocab')[0]} --seq-length 64", "^the vocabulary is not known; give --vocab-size"),
         (f"{JOB} --experimental-attention-variant dsa", "another attention cannot be simulated; give --approximate"),
         (f"{JOB} DATA --wlb-memory-budget 0.001", r"micro-batches of at most \d+ tokens fit into memory"),
@@ -121,11 +111,16 @@ def test_a_gpu_chooses_profile_and_memory_and_what_proves_another_is_said_first(
         (f"{JOB} --data-path -1 PREFIX", "weights must be positive and finite"),
         (f"{JOB} --per-split-data-args-path PREFIX.idx", r"holds no training blend \(.*; give JSON such as"),
         (JOB, "no --data-path; give"),
+        (
+            f"-- torchrun pretrain_gpt.py {JOB} --step-batch-size-schedule 0:4",
+            "several sizes; give the --global",
+        ),
         (f"{JOB} DATA --num-layers 5 --pipeline-model-parallel-size 2", "5 layers do not divide over 2 stages"),
         (f"{JOB} DATA --wlb-profile flops", "profile flops counts attended pairs"),
         (f"{JOB} DATA --gpu mi300x", "no profile of mi300x; give one of .* measure it by"),
         (f"{JOB} DATA --micro-batch-size 3", "--micro-batch-size 3 does not divide the 4 windows"),
-        (f"{JOB} DATA --global-batch-size 1048576", "--global-batch-size 1048576 is over 16384, too many windows"),
+        (f"{JOB} DATA --global-batch-size 1048576", "--global-batch-size 1048576 is over 16384, too many to sim"),
+        (f"{JOB} DATA --wlb-micro-batches 65536", "--wlb-micro-batches 65536 is over 16384, too many to simulate; div"),
         (f"{JOB} DATA --html - --json -", "would be mixed on standard output"),
         (f"{JOB} DATA --html no/such/report.html", "--html no/such/report.html: the folder .* does not exist"),
         (f"{JOB} DATA --steps 0", "--steps: '0' must be an integer from 1 to 16384"),

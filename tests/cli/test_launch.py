@@ -114,6 +114,20 @@ def test_what_training_refuses_is_to_be_taken_out(capsys):
     assert run(RUN, JOB, "--multi-latent-attention --window-size 64,0").judged.refused == []
 
 
+def test_what_training_refuses_together_is_said():
+    """Of flags that each are served, also where they are typed alone; known models are gated."""
+
+    def refusals(*words):
+        nets = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --seq-length 4096"
+        remarks = run(*words, nets).judged.remarks
+        return [each.rpartition(" ")[2] for each in remarks if each.startswith("Training with --wlb refuses this run")]
+
+    assert refusals(JOB) == refusals(RUN, JOB) == ["--swiglu."]
+    assert refusals(JOB, "--swiglu") == refusals("--model llama2-7b") == []
+    layouts = "--swiglu --tensor-model-parallel-size 2", "--swiglu --context-parallel-size 32"
+    assert [refusals(RUN, JOB, each) for each in layouts] == [["--sequence-parallel."], ["ranks."]]
+
+
 @pytest.mark.parametrize(("flag", "meant"), [("seq-lenght", "seq-length"), ("tpcomm-overlap", "tp-comm-overlap")])
 def test_a_misspelt_flag_is_refused(flag, meant, tmp_path, capsys):
     """Behind -- and in a log; that none of upstream's own is taken for one, `test_logs` shows."""
@@ -172,7 +186,6 @@ def test_attention_across_documents_is_named(words, crosses):
         ("", "^no --seq-length; give the log of a run, its command behind --, or its flags$"),
         ("--seq-lenght 64", "^--seq-lenght is no flag of Megatron's; give --seq-length, or leave it out$"),
         ("--lr 3", "^--lr is not read; leave it out, or give the run's command behind --$"),
-        ("train.log train.log", "^unrecognized arguments: train.log"),
         (f"train.log {RUN}", "^train.log and a command behind --; give one of them$"),
         ("-- torchrun --nproc-per-node 8 mine --seq-length 64", "^no script such as pretrain_gpt.py in torchrun .*; "
          "give behind -- what starts the run, from torchrun or srun on$"),

@@ -108,6 +108,7 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
         (second.replace("  world_size", "  x"), "its arguments lack num_layers or world_size; give the log"),
         (second.replace("  world_size", "  deepspeed ....... True\n  world_size"), "^DeepSpeed trains no GPT"),
         (second.replace("  world_size", "  is_hybrid_model ... True\n  world_size"), "^pretrain_mamba.py of"),
+        (second.replace("  world_size", "  model_parallel_size ... 2\n  world_size"), "^a release before 2023 trains"),
     ):
         log.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -131,21 +132,10 @@ def test_a_log_is_read_as_people_send_it(pattern, instead, blocks, tmp_path):
     assert read_log(str(tmp_path / "sent")).stated == read_log(str(tmp_path / "log")).stated
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ({"checkpoint_activations": True, "checkpoint_num_layers": 2}, ("full", "uniform", 2)),
-        ({"activations_checkpoint_method": "block", "activations_checkpoint_num_layers": 1}, ("full", "block", 1)),
-        ({"checkpoint_activations": False, "activations_checkpoint_method": None}, (None, None, None)),
-    ],
-)
-def test_former_names_of_arguments_are_known(lines, expected, tmp_path):
-    lines |= {"num_layers": 4, "world_size": 8, "model_parallel_size": 2, "batch_size": 4, "num_experts": [1]}
-    (tmp_path / "log").write_text(printed(lines))
-    found = read_log(str(tmp_path / "log")).stated
-    names = "recompute_granularity", "recompute_method", "recompute_num_layers"
-    assert tuple(map(found.get, names)) == expected
-    assert (found["tensor_model_parallel_size"], found["micro_batch_size"], found["num_experts"]) == (2, 4, 1)
+def test_a_list_of_one_number_of_experts_is_that_number(tmp_path):
+    """As Megatron-DeepSpeed prints it, of a dense model, too."""
+    (tmp_path / "log").write_text(printed({"num_layers": 4, "world_size": 8, "num_experts": [1]}))
+    assert read_log(str(tmp_path / "log")).stated["num_experts"] == 1
 
 
 def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):

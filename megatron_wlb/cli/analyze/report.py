@@ -20,10 +20,10 @@ from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import ALIKE, DELAY
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import peak_bytes
-from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances, limit_time
+from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 11
+VERSION = 12
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """Approximate passes to simulate and micro-batches to pack per scheme, within the bounds above."""
@@ -45,7 +45,6 @@ class Sample(NamedTuple):
     """A simulated step."""
 
     step: SimulatedStep
-    limit_us: float
     documents: list[np.ndarray]
     """Document lengths of its micro-batches."""
     work: int
@@ -100,7 +99,6 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         examples[name] = each.samples[same]
         ratio, error = _speedup(each, measured["thd"])
         numbers[name].update({"speedup": ratio, "speedup_error": error, "parts_ms": _parts_ms(each.samples)})
-    us_per_token = min(each["limit_us_per_token"] for each in numbers.values())
     others = Others(setup, measured, packed // simulated)
     entries = {
         "format": FORMAT,
@@ -117,7 +115,6 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": profile_entries(setup),
         "single_windows": others.single_windows(),
-        "limit": {"us_per_token": us_per_token, "speedup": numbers["thd"]["us_per_token"] / us_per_token},
         "readings": readings(setup, jobs, numbers, min(simulated, READING_STEPS)),
         "micro_batches": [
             {"micro_batches": each.job.num_micro_batches, "time": each.time, "late_steps": each.late_steps}
@@ -265,10 +262,10 @@ def measure(
         if i % (packed // simulated) == 0:
             result = megatron.simulate(job, step.batch)
             work = sum(delays.values()) if name == "plain" else int(works.sum())
-            samples.append(Sample(result, limit_time(result), step.batch.lengths, work))
+            samples.append(Sample(result, step.batch.lengths, work))
         advance(1)
     imbalance, step_tokens, late_tokens, most_late = map(np.array, zip(*steps, strict=True))
-    time, limit, works = np.array([(sample.step.time, sample.limit_us, sample.work) for sample in samples]).T
+    time, works = np.array([(sample.step.time, sample.work) for sample in samples]).T
     tokens = np.array([sum(int(lengths.sum()) for lengths in sample.documents) for sample in samples])
     counted = tokens.sum()
     if apart is not None and job.packing.delays:
@@ -284,8 +281,6 @@ def measure(
         "us_per_token": float(time.sum() / counted),
         # Of a ratio of means over steps.
         "us_per_token_error": float(np.std(time / time.mean() - works / works.mean()) / math.sqrt(len(samples))),
-        "limit_us_per_token": float(limit.sum() / counted),
-        "of_limit": float(limit.sum() / time.sum()),
         "late_steps": float(late_tokens.sum() / step_tokens.sum()),
         "max_delay_steps": int(most_late.max()),
         "token_cv": float(step_tokens.std() / step_tokens.mean()),
@@ -332,7 +327,6 @@ def data_entries(setup: Setup) -> dict[str, Any]:
     quantiles = np.quantile(every, (0.5, 0.9, 0.99, 1.0)).astype(int).tolist()
     return {
         "prefixes": setup.data.prefixes,
-        "seed": setup.run.arguments.seed,
         "documents": len(every),
         "tokens": int(every.sum()),
         "length_quantiles": dict(zip(("p50", "p90", "p99", "max"), quantiles, strict=True)),

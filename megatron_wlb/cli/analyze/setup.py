@@ -36,8 +36,8 @@ WARM_UP = 30
 """Steps that are packed and not counted, while queues of a scheme that delays fill."""
 SAMPLES, LEAST_STEPS, MOST_STEPS = 1 << 15, 64, 256
 """Windows that are cut from the data, and bounds on the steps that hold them, after which they begin anew."""
-MOST_WINDOWS = 1 << 14
-"""Most windows of a step that are simulated."""
+MOST = 1 << 14
+"""Most windows, or micro-batches, of a step that are simulated."""
 
 
 class Megatron(NamedTuple):
@@ -97,10 +97,11 @@ class Setup:
         job = run.job()
         if why := untimed(job):
             raise ValueError(why)
-        if job.global_batch_size > MOST_WINDOWS:
+        sizes = {"global-batch-size": job.global_batch_size, "wlb-micro-batches": job.num_micro_batches}
+        if over := next((name for name, size in sizes.items() if size > MOST), None):
             raise ValueError(
-                f"--global-batch-size {job.global_batch_size} is over {MOST_WINDOWS}, too many windows to simulate; "
-                "divide it and the GPUs by the same number, for fewer data-parallel ranks of as many windows each"
+                f"--{over} {sizes[over]} is over {MOST}, too many to simulate; divide it and the GPUs by the same "
+                "number, for fewer data-parallel ranks of as many windows each"
             )
         count = job.global_batch_size * min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // job.global_batch_size))
         self.windows = data.samples(run.arguments.seed, job.context_length, count)
