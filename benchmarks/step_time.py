@@ -18,6 +18,7 @@ Writes benchmarks/results/step_time.json and docs/step_time.png in about a quart
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from benchmarks.lengths import WINDOW, f2, samples
 from benchmarks.peers import as_megatron
 from benchmarks.results import Row
 from megatron_wlb.cli.analyze.layouts import relieved
+from megatron_wlb.cli.analyze.report import ratio_of
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
@@ -202,16 +204,9 @@ def over(ring: Measured, other: Measured, *, same_steps: bool) -> tuple[float, f
     Both train the same tokens in the long run; in other steps, what they train has other work.
     """
     if same_steps:
-        ratio = ring.time.sum() / other.time.sum()
-        return ratio, _error(ring.time, other.time, ratio)
-    rates = [each.work.sum() / each.time.sum() for each in (ring, other)]
-    errors = [_error(each.work, each.time, rate) / rate for each, rate in zip((ring, other), rates, strict=True)]
-    return rates[1] / rates[0], rates[1] / rates[0] * float(np.hypot(*errors))
-
-
-def _error(numerator: np.ndarray, denominator: np.ndarray, ratio: float) -> float:
-    residual = numerator - ratio * denominator
-    return float(np.std(residual) / np.sqrt(len(residual)) / denominator.mean())
+        return ratio_of(ring.time, other.time)
+    (theirs, their_error), (ours, our_error) = (ratio_of(each.work, each.time) for each in (ring, other))
+    return ours / theirs, ours / theirs * math.hypot(their_error / theirs, our_error / ours)
 
 
 def rows_of(case: Case, steps: int) -> list[Row]:

@@ -232,8 +232,13 @@ def _speedup(one: Measured, over: Measured) -> tuple[float, float]:
         return ratio, ratio * math.hypot(*errors)
     count = min(len(one.us), len(over.us))
     mine, theirs = (each.us[:count] / each.tokens[:count].sum() for each in (one, over))
-    ratio = theirs.sum() / mine.sum()
-    return float(ratio), float(np.std(theirs - ratio * mine) * math.sqrt(count) / mine.sum())
+    return ratio_of(theirs, mine)
+
+
+def ratio_of(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
+    """Return the ratio of the sums of paired values, float64 [n] each, and its standard error, linearised."""
+    ratio = above.sum() / below.sum()
+    return float(ratio), float(np.std(above - ratio * below) * math.sqrt(len(above)) / below.sum())
 
 
 def measure(
@@ -267,7 +272,7 @@ def measure(
     imbalance, step_tokens, late_tokens, most_late = map(np.array, zip(*steps, strict=True))
     time, works = np.array([(sample.step.time, sample.work) for sample in samples]).T
     tokens = np.array([sum(int(lengths.sum()) for lengths in sample.documents) for sample in samples])
-    counted = tokens.sum()
+    counted, (us_per_work, error) = tokens.sum(), ratio_of(time, works)
     if apart is not None and job.packing.delays:
         counted = works.sum() * apart.tokens.sum() / apart.work.sum()
     longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
@@ -279,8 +284,7 @@ def measure(
         "cp_sharding": job.sharding.cp_sharding if job.parallel.cp > 1 else None,
         "step_ms": float(time.mean()) / 1e3,
         "us_per_token": float(time.sum() / counted),
-        # Of a ratio of means over steps.
-        "us_per_token_error": float(np.std(time / time.mean() - works / works.mean()) / math.sqrt(len(samples))),
+        "us_per_token_error": error / us_per_work,
         "late_steps": float(late_tokens.sum() / step_tokens.sum()),
         "max_delay_steps": int(most_late.max()),
         "token_cv": float(step_tokens.std() / step_tokens.mean()),
