@@ -232,18 +232,6 @@ def _meaning(node: Any) -> Any:
     return type(node).__name__, [(name, value) for name, value in named if value is not None and value != []]
 
 
-def run_script(defaults: dict[str, Any]) -> None:
-    """Parse the command line and call `pretrain()` as upstream's script does."""
-    from megatron.core.enums import ModelType
-    from megatron.training import argument_utils, arguments, pretrain
-
-    own: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder}
-    own |= {"train_valid_test_dataset_provider": None, "forward_step_func": None}
-    args = arguments.parse_and_validate_args(args_defaults=defaults)
-    make = argument_utils.hybrid_config_from_args if args.hybrid_layer_pattern else argument_utils.gpt_config_from_args
-    pretrain(argument_utils.pretrain_cfg_container_from_args(args, make(args)), model_provider=None, **own)
-
-
 @contextlib.contextmanager
 def whole_tracker() -> Iterator[None]:
     """Make upstream update its tracker of the latest checkpoint at once; it empties the file first."""

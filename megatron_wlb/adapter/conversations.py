@@ -32,9 +32,7 @@ class Conversations:
     """The conversations of one `--data-path`. Rows without any are not counted."""
 
     table: Any
-    """The dataset that has `tokens` and `trained` of every row of the files."""
-    rows: np.ndarray
-    """Number of each row in the table, int64 [rows]."""
+    """The dataset that has `tokens` and `trained` of every row."""
     begins: np.ndarray
     """The first conversation of each row, int64 [rows + 1]."""
     lengths: np.ndarray
@@ -46,7 +44,7 @@ class Conversations:
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens of a row, int32 [n], and whether each is trained as a target, bool [n]."""
-        found = self.table[int(self.rows[number])]
+        found = self.table[number]
         return found["tokens"], found["trained"]
 
 
@@ -94,8 +92,7 @@ def read(path: str, args: Namespace) -> Conversations:
         )
         print_rank_0(f"> wlb: {printable(said)}")
     return Conversations(
-        table=table.with_format("numpy"),
-        rows=rows,
+        table=table.select(rows).with_format("numpy"),
         begins=begins,
         lengths=lengths,
         starts=starts,

@@ -84,6 +84,7 @@ def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None
         kind = _Conversations
     config = _config(args) if config is None else config
     config.wlb = args  # for the kinds below
+    config.defer_npy_index_mmap = False  # plans read the indexes from the start
     try:
         built: list[Any] = BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).build()
     except Exception as error:
@@ -124,7 +125,6 @@ def _config(args: Namespace) -> GPTDatasetConfig:
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         sequences_per_dataset=sequences,
-        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
     )
 
 
@@ -172,7 +172,6 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
     datasets, blend = [dataset], None
     if isinstance(dataset, BlendedDataset):
         datasets = dataset.datasets
-        _map(dataset, "dataset_index", "dataset_sample_index")
         blend = dataset.dataset_index, dataset.dataset_sample_index
     parts, texts = zip(*(_part(each, args, split) for each in datasets), strict=True)
     identity = digest_of(dataset.unique_description_hash, *(text.size for text in texts))
@@ -235,7 +234,6 @@ def _part(dataset: Any, args: Namespace, split: str) -> tuple[Part, Text]:
             num_samples=len(dataset),
         )
         return part, _OfRows(found, args.seq_length)
-    _map(dataset, "document_index", "sample_index", "shuffle_index")
     windows = Windows(
         document_index=dataset.document_index,
         sample_index=dataset.sample_index,
@@ -245,13 +243,6 @@ def _part(dataset: Any, args: Namespace, split: str) -> tuple[Part, Text]:
         whole=args.wlb_documents == "whole" and split == "train",
     )
     return windows, _OfWindows(windows, dataset)
-
-
-def _map(dataset: Any, *names: str) -> None:
-    """Map arrays that --dataloader-defer-npy-index-mmap leaves out until a sample is read."""
-    for name in names:
-        if getattr(dataset, name) is None:
-            setattr(dataset, name, np.load(getattr(dataset, f"path_to_{name}"), mmap_mode="r"))
 
 
 class _OfWindows:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_tokenizer
 
 from megatron_wlb.plan.mock import GOLDEN, finalized
 
@@ -58,9 +59,9 @@ def digest_line(iteration: int, digest: str) -> str:
 class Upstream:
     """Digests of a run without `--wlb`, of the batches that its own forward step reads."""
 
-    def __init__(self, tokenizer: Callable[[], Any], per_token: Callable[[], bool]) -> None:
-        """`tokenizer` returns upstream's, `per_token` `--calculate-per-token-loss`, once they are there."""
-        self._tokenizer, self._per_token, self._part = tokenizer, per_token, 0
+    def __init__(self) -> None:
+        self._part = 0
+        """Of what this rank has read since the last step."""
 
     def watching(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap upstream's forward step, to see what it reads."""
@@ -89,11 +90,11 @@ class Upstream:
             for row, bounds in enumerate(batch["cu_seqlens"].numpy()):
                 begins[row * size + bounds[bounds < size]] = True
         else:
-            begins[1:] |= tokens[:-1] == self._tokenizer().eod
+            begins[1:] |= tokens[:-1] == get_tokenizer().eod
         at = np.flatnonzero(begins)
         positions = np.arange(len(tokens)) - np.repeat(at, np.diff(at, append=len(tokens)))
         sums = digest(tokens, labels, positions, mask, np.zeros(len(tokens), np.int64))
-        return weighed(sums, None if self._per_token() else np.array([int(mask.sum())]))
+        return weighed(sums, None if get_args().calculate_per_token_loss else np.array([int(mask.sum())]))
 
     def logged(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap upstream's `training_log`, to print the digest of what was read since its last call."""

@@ -209,13 +209,11 @@ class Report:
             "loss": loss,
             "tokens": tokens,
             "num_micro_batches": len(plan.work),
-            "padded_tokens": sum(m.padded_tokens for m in plan.micro_batches),
             "imbalance_original": metrics.imbalance(plan.original_work),
             "imbalance": metrics.imbalance(plan.work),
             "delay_mean_steps": sum(max(0, steps) * late for steps, late in plan.delays.items()) / tokens,
             "delay_max_steps": max(plan.delays),
             "waiting_documents": plan.packed.num_waiting,
-            "delays_tokens": plan.delays,
             "step_ms": took * 1e3,
             "tokens_per_second_per_gpu": tokens / took / self._job.parallel.num_gpus,
             "plan_wait_ms": waited * 1e3,
@@ -266,7 +264,6 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
     """Return further fields of the log entry."""
     return {
         "job": job.to_json(),
-        "original_work": plan.original_work.tolist(),
         "work": plan.work.tolist(),
         "micro_batches": [
             {"tokens": m.tokens, "strategy": m.shards.strategy, "shares": m.shards.shares} for m in plan.micro_batches

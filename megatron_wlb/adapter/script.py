@@ -85,8 +85,15 @@ def train() -> None:
                 "before megatron-core 0.19 a model is made by a checkout's script alone; run that one, python -m "
                 "megatron_wlb.run CHECKOUT/pretrain_gpt.py FLAGS"
             )
+    from megatron.core.enums import ModelType
+    from megatron.training import argument_utils, arguments, pretrain
+
     # Upstream 0.19 divides by the evaluation interval even without evaluation, and has no default for it.
-    compat.run_script({"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000})
+    defaults = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
+    args = arguments.parse_and_validate_args(args_defaults=defaults)
+    make = argument_utils.hybrid_config_from_args if args.hybrid_layer_pattern else argument_utils.gpt_config_from_args
+    config = argument_utils.pretrain_cfg_container_from_args(args, make(args))
+    pretrain(config, None, ModelType.encoder_or_decoder, None)  # `_training` has what is None
 
 
 def before_megatron() -> None:
@@ -215,12 +222,12 @@ def _training(original: Any) -> Any:
 
 def _digested(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Run upstream's training as it is, with the digest of every step."""
-    from megatron.training import get_args, get_tokenizer, training
+    from megatron.training import training
 
     from megatron_wlb.adapter import digest
 
     bound = inspect.signature(original).bind(*args, **kwargs)
-    upstream = digest.Upstream(get_tokenizer, lambda: get_args().calculate_per_token_loss)
+    upstream = digest.Upstream()
     bound.arguments["forward_step_func"] = upstream.watching(bound.arguments["forward_step_func"])
     log = ("loss_dict", "total_loss_dict", "iteration")
     with compat.prebuilt_dataset_helpers(), compat.replaced(training, "training_log", upstream.logged, log):

@@ -1,4 +1,4 @@
-"""Whole runs beside parity and resume: evaluation, ranks that disagree, workers, memory, and upstream's other
+"""Whole runs beside parity and resume: ranks that disagree, workers, memory, and upstream's other
 ways to run: ends by samples or time, replays of a step, asynchronous saving."""
 
 import multiprocessing
@@ -35,15 +35,6 @@ def whole(dataset, tmp_path_factory):
     return losses(log)
 
 
-def test_evaluation_in_every_layout(dataset, whole, tmp_path):
-    evaluate = [*ADAM, *"--eval-iters 2 --eval-interval 1".split()]
-    one = train(1, dataset, *evaluate, log=tmp_path / "log.jsonl")["evaluations"]
-    four = train(4, dataset, *PP2.split(), *CP2.split(), *evaluate)["evaluations"]
-    assert len(one) == 3  # after each of two steps, and at the end
-    assert four == pytest.approx(one, rel=1e-5)
-    assert losses(tmp_path / "log.jsonl") == whole[:2]
-
-
 def test_ranks_with_other_data_stop_in_the_first_step(dataset, monkeypatch):
     """By the names and sizes of files."""
     split_data = datasets.split_data
@@ -56,7 +47,7 @@ def test_ranks_with_other_data_stop_in_the_first_step(dataset, monkeypatch):
     monkeypatch.setattr(datasets, "split_data", other)
     message = r"train step 0 differently: rank 1 differs from rank 0 in valid data; check that all"
     with pytest.raises(RuntimeError, match=message):
-        train(2, dataset, *CP2.split(), *"--eval-iters 1 --eval-interval 1".split(), without="--eval-iters")
+        train(2, dataset, *CP2.split(), *"--eval-iters 1 --eval-interval 1".split())
 
 
 def test_ranks_that_plan_a_later_step_differently_stop_before_it(dataset, tmp_path, monkeypatch):

@@ -72,6 +72,7 @@ CASES = {
     "experts": each_version(2, CP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 {EOD_MASK}"),
     "experts-per-token": full(2, PP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 --calculate-per-token-loss"),
     "experts-mtp": full(2, CP2, f"{MOE} {MTP} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3"),
+    "evaluation": (4, f"{PP2} {CP2}", EVALUATE),
     "cyclic": (1, "", f"--dataloader-type cyclic --train-iters 14 {EVALUATE}"),
     "cyclic-micro-batches-of-two": full(2, "", f"--dataloader-type cyclic --micro-batch-size 2 {EOD_MASK}"),
     "cyclic-unsharded": full(1, "", "--dataloader-type cyclic --no-data-sharding --train-iters 14"),
@@ -79,6 +80,12 @@ CASES = {
     "batch-schedule": (1, "", "--step-batch-size-schedule 0:4,2048:8 --micro-batch-size 2 --lr-decay-style linear"),
     "samples": full(1, "", "--train-samples 24 --lr-decay-style linear"),
 }
+EXCLUDED = {
+    "--train-samples": "--train-iters",
+    "--step-batch-size-schedule": "--global-batch-size",
+    "learned_absolute": "--reset-position-ids",
+}
+"""Flags of MODEL that do not go with others."""
 
 
 @pytest.mark.parametrize(
@@ -87,13 +94,7 @@ CASES = {
      for name, case in CASES.items()],
 )  # fmt: skip
 def test_data_and_weights(size, layout, flags, dataset):
-    without = "--train-iters --lr-decay-style" if "--train-samples" in flags else ""
-    if EVALUATE in flags:
-        without = "--eval-iters"
-    if "schedule" in flags:
-        without = "--global-batch-size --lr-decay-style"
-    if "learned" in flags:
-        without = "--reset-position-ids"
+    without = " ".join(name for other, name in EXCLUDED.items() if other in flags)
     common = [*GENTLE.split(), *flags.split()]
     theirs = train(1 if "cyclic" not in flags else size, dataset, *common, wlb=False, without=without)
     compare(train(size, dataset, *common, *layout.split(), without=without), theirs)
@@ -122,7 +123,7 @@ def test_fp16_has_the_scale_of_a_mean_over_tokens(dataset):
 )
 def test_datasets(blend, dataset, other, tmp_path):
     """Blends, split by split, from files, evaluated; also read late, and over whole validation sets."""
-    data, without = "", "--split --eval-iters"
+    data, without = "", "--split"
     flags = [*GENTLE.split(), *EVALUATE.split(), "--data-cache-path", str(tmp_path / "cache")]
     match blend:
         case "per split":
@@ -132,13 +133,14 @@ def test_datasets(blend, dataset, other, tmp_path):
             flags = f"{GENTLE} --full-validation --eval-interval 2 --global-batch-size 2 --train-data-path".split()
             sets = [other] if blend == "one set" else [other, other]
             flags += [dataset, "--valid-data-path", *sets, "--multiple-validation-sets"]
+            without = "--split --eval-iters"
         case "args path":
             (tmp_path / "blend").write_text(f"0.5 {dataset}\n0.5 {other}\n")
-            flags, without = [*flags, "--data-args-path", str(tmp_path / "blend")], "--eval-iters"
+            flags, without = [*flags, "--data-args-path", str(tmp_path / "blend")], ""
         case "mock":
             flags += ["--mock-data"]
         case _:
-            without = "--eval-iters"
+            without = ""
             data = (blend if "{}" in blend else "0.7 {} 0.3 {}").format(dataset, other)
     theirs = train(1, data, *flags, wlb=False, without=without)
     flags += ["--dataloader-defer-npy-index-mmap"] if blend == "defer" else []
@@ -165,8 +167,7 @@ def test_one_curve(dataset, tmp_path):
     """Plain, with `--wlb`, plain, and with it again in other layouts, micro-batches and S_max: one run."""
     common = [*ADAM, *f"--lr 1e-4 --adam-eps 1e-2 --data-cache-path {tmp_path / 'cache'}".split()]
     common += "--num-layers 2 --train-samples 64 --lr-decay-style linear --eval-iters 1 --eval-interval 3".split()
-    without = "--train-iters --lr-decay-style --eval-iters"
-    whole = train(1, dataset, *common, wlb=False, without=without)
+    whole = train(1, dataset, *common, wlb=False, without="--train-iters")
     checkpoint = ["--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt"), "--save-interval", "99"]
     parts = [
         (1, False, ""),
@@ -178,7 +179,7 @@ def test_one_curve(dataset, tmp_path):
     for i, (size, wlb, flags) in enumerate(parts):
         run = train(
             size, dataset, *common, *checkpoint, *flags.split(), "--exit-interval", str(2 * i + 2),
-            wlb=wlb, without=without, exits=True,
+            wlb=wlb, without="--train-iters", exits=True,
         )  # fmt: skip
         losses += run["losses"]
     assert losses == pytest.approx(whole["losses"], rel=LOSS)

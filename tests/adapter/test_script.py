@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("upstream_script.py"))
 OURS = str(ROOT / "pretrain_gpt.py")
 CPU = "--distributed-backend gloo".split()
-RUN, AS_MEGATRONS = ["-m", "megatron_wlb.run"], ["-m", "tests.adapter.any_script"]
+RUN = ["-m", "megatron_wlb.run"]
 LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
 
@@ -47,9 +47,8 @@ def steps(finished, pattern=r"wlb step.*? waiting \d+ documents"):
 def test_an_unmodified_script_trains_as_ours_does(dataset):
     """And with flags of another run, of which --wlb sets what must be otherwise, and says so once."""
     flags = [*WLB, *ALGORITHM_1, *CPU, "--data-path", dataset]
-    others = less(MODEL, "--micro-batch-size --attention-dropout")
-    others += ["--micro-batch-size", "2", "--dataloader-type", "single"]
-    found = run(*LAUNCH, *AS_MEGATRONS, SCRIPT, *others, *flags)
+    others = [*less(MODEL, "--attention-dropout"), *"--micro-batch-size 2 --dataloader-type single".split()]
+    found = run(*LAUNCH, *RUN, SCRIPT, *others, *flags)
     assert re.findall("> wlb: (?:sets|without) (.*?):", found.stdout) == [
         "--micro-batch-size 1 instead of 2",
         "--calculate-per-token-loss",
@@ -77,9 +76,9 @@ def hooked(tmp_path):
 def test_after_installation_the_script_itself_takes_the_flag(hooked, dataset, monkeypatch):
     """The script imports megatron first, as upstream's does; without the flag nothing of ours is imported."""
     flags = [*MODEL, *WLB, *ALGORITHM_1, *CPU, "--data-path", dataset]
-    theirs = steps(run(str(Path(__file__).with_name("hooked_script.py")), *flags, python=hooked))
+    theirs = steps(run(SCRIPT, *flags, python=hooked))
     assert len(theirs) == 2
-    assert theirs == steps(run(*AS_MEGATRONS, SCRIPT, *flags))
+    assert theirs == steps(run(*RUN, SCRIPT, *flags))
     loaded = "import sys; print([name for name in sys.modules if 'megatron' in name])"
     assert run("-c", loaded, python=hooked).stdout == "[]\n"
     assert run("-c", loaded, "--wlb", python=hooked).stdout == "['megatron_wlb_hook']\n"
