@@ -260,12 +260,15 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count, delay):
 
 def test_the_peak_of_a_step_is_of_its_own_micro_batches():
     given = in_parallel(job(model=replace(MODELS["llama2-7b"], num_layers=8)), pp=4)
-    even = np.full(4, 1000.0)
+    even, alone = np.full(4, 1000.0), [(0.0, 0.0)] * 4
     (kept, first), (_, last) = (token_bytes(given, stage) for stage in (0, 3))
-    assert step_peak_bytes(given, 0, even) == 1000 * (4 * kept[0] + first)
-    assert step_peak_bytes(given, 3, even) < 1000 * (kept[0] + last)  # logits are gone before layers go back
-    assert step_peak_bytes(given, 0, np.array([1.0, 1.0, 1.0, 1000.0])) < step_peak_bytes(given, 0, even)
+    assert step_peak_bytes(given, 0, even, alone) == 1000 * (4 * kept[0] + first)
+    assert step_peak_bytes(given, 3, even, alone) < 1000 * (kept[0] + last)  # logits are gone before layers go back
+    uneven = np.array([1.0, 1.0, 1.0, 1000.0])
+    assert step_peak_bytes(given, 0, uneven, alone) < step_peak_bytes(given, 0, even, alone)
     # At the loss, the last stage has what it sends: of as many micro-batches as stages, all recomputed.
     recomputed = replace(in_parallel(given, vpp=2), recompute=Recompute(granularity="full", num_layers=1))
-    late, at_once = (step_peak_bytes(replace(recomputed, overlap_transfers=sends), 3, even) for sends in (True, False))
+    late, at_once = (
+        step_peak_bytes(replace(recomputed, overlap_transfers=sends), 3, even, alone) for sends in (True, False)
+    )
     assert late - at_once == 4 * 1000 * layer_input_bytes(given)
