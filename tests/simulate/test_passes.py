@@ -262,16 +262,13 @@ def test_tensor_parallel_ranks_at_both_ends_of_a_pipeline(vocabulary):
     assert backward[1, 0] == pytest.approx(3 * (gather + scatter - hidden_us) + 2 * (2 * gather + 2 * scatter))
 
 
-def test_tiles_overlap_by_themselves_and_cost_their_starts():
-    """Of 8,192, 8,192, 4,096 and 100 rows the last do not overlap; all but one start all kernels once more."""
-    (whole, backward), (tiled, of_backward) = (
-        layer_times(given, shards_of(given, [[20580]]))
+def test_tiles_overlap_by_themselves():
+    """Of 8,192, 8,192, 4,096 and 100 rows the last do not."""
+    whole, tiled = (
+        layer_times(given, shards_of(given, [[20580]]))[0]
         for given in (job(tp=4), job(tp=4, tp_overlap=0.5, tp_tile_rows=8192))
     )
     assert tiled.tensor == pytest.approx(whole.tensor * (1 - 0.5 * 20480 / 20580))
-    starts = tiling(job(tp=4, tp_tile_rows=8192), "*", np.array([20580.0]))
-    assert tiled.linear - whole.linear == pytest.approx(starts[0])
-    assert of_backward.linear - backward.linear == pytest.approx(starts[1])
     # Beyond a node there are no user buffers.
     far, near = (
         layer_times(given, shards_of(given, [[8192]]))[0]
@@ -302,4 +299,3 @@ def test_models_have_the_parameters_of_their_name():
     # With experts that a token goes to, in every layer.
     expected |= {"deepseek-v2-lite": 2.7, "deepseek-v3": 38.2}
     assert billions == pytest.approx(expected, rel=0.02)
-    assert MODELS["llama2-7b"].crossover_tokens == pytest.approx(50_000, rel=0.02)
