@@ -49,11 +49,9 @@ class Network:
         num_bytes = np.asarray(num_bytes, np.float64)
         if group.size == 1:
             return np.zeros_like(num_bytes)
-        local = min(group.size, max(1, self.gpus_per_node // group.stride))
+        local, latency, inside = self._within_node(name, group)
         nodes = -(-group.size // local)
-        latency, inside = self._within_node(name, local) if local > 1 else (0.0, np.inf)
-        enters = num_bytes * _moved(name, group.size)
-        time = enters / inside
+        time = num_bytes * _moved(name, group.size) / inside
         if nodes > 1:
             latency += self.hop_us * (nodes - 1)
             time = np.maximum(time, num_bytes * _moved(name, nodes) / (local * self.link_gb_per_s))
@@ -69,8 +67,7 @@ class Network:
         def distinct(places: float) -> float:
             return places * (1 - (1 - 1 / places) ** joined) / joined if joined else 1.0
 
-        local = min(group.size, max(1, self.gpus_per_node // group.stride))
-        latency, inside = self._within_node("all_gather", local) if local > 1 else (0.0, math.inf)
+        local, latency, inside = self._within_node("all_gather", group)
         time = distinct(group.size) / inside
         if group.size > local:
             latency += self.hop_us
@@ -78,17 +75,20 @@ class Network:
             time = max(time, crossing / self.link_gb_per_s)
         return latency, time / 1e3
 
-    def point_to_point(self, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
+    def point_to_point(self, num_bytes: np.ndarray, group: Group) -> np.ndarray:
         """Return the time of a message between neighbours, within or between nodes."""
-        num_bytes = np.asarray(num_bytes, np.float64)
-        one_node = group.size * group.stride <= self.gpus_per_node
-        bandwidth = self._within_node("all_gather", 2)[1] if one_node else self.link_gb_per_s
+        one_node, gather = group.size * group.stride <= self.gpus_per_node, self.all_gather
+        bandwidth = np.interp(2, gather.ranks, gather.gb_per_s) if one_node else self.link_gb_per_s
         return self.hop_us + num_bytes / bandwidth / 1e3
 
-    def _within_node(self, name: str, ranks: int) -> tuple[float, float]:
+    def _within_node(self, name: str, group: Group) -> tuple[int, float, float]:
+        """Return a group's ranks in a node, and the latency and GB/s of a collective of these."""
+        local = min(group.size, max(1, self.gpus_per_node // group.stride))
+        if local == 1:
+            return local, 0.0, math.inf
         measured: Collective = getattr(self, name)
-        latency, bandwidth = (np.interp(ranks, measured.ranks, values) for values in measured[1:])
-        return float(latency), float(bandwidth)
+        latency, bandwidth = (float(np.interp(local, measured.ranks, values)) for values in measured[1:])
+        return local, latency, bandwidth
 
 
 NETWORKS = resources.files("megatron_wlb.hardware") / "networks"

@@ -206,15 +206,7 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     value, back, casts = job.cp_gradient_bytes, sent * kv, job.cp_gradient_bytes < 4
     leaving = 4 * kv + value * (received * kv + max(casts * keys, back))
     summed = 4 * kv + value * (received * kv + back) + casts * 4 * back
-    return held + max(4 * keys + max(leaving, _arrived_bytes(job, received) + kernel), summed)
-
-
-def _arrived_bytes(job: Job, received: float) -> float:
-    """Return bytes of K and V for backward of one attention; `received`: rows that arrive per own row."""
-    model, p = job.model, job.parallel
-    if p.cp == 1 or job.cp_exchange == "latents":
-        return 0
-    return job.bytes_per_value * (1 + received) * model.kv_values_per_rank(p.tp)
+    return held + max(4 * keys + max(leaving, w * keys + kernel), summed)
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
@@ -228,20 +220,17 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
     return (most_kept(job, stage, longest, kept) + longest * at_once) / job.parallel.cp
 
 
-def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Moved] = ()) -> float:
-    """Return peak activation bytes of a stage in a step.
-
-    `rows`: of its micro-batches on a rank, float64 [M]. `moved`: of each micro-batch; by default as for `one_document`.
-    """
-    kept, at_once = token_bytes(job, stage)
-    running = [token_bytes(job, stage, each)[1] for each in moved] or [at_once]
+def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Moved]) -> float:
+    """Return peak activation bytes of a stage in a step; `rows` of its micro-batches on a rank: float64 [M]."""
+    kept, _ = token_bytes(job, stage)
+    running = np.array([token_bytes(job, stage, each)[1] for each in moved])
     ops = job.schedule(len(rows)).ops(stage)
     backward, chunk, size = ops["backward"], ops["chunk"], rows[ops["micro_batch"]]
     level = (np.where(backward, -1, 1) * kept[chunk] * size).cumsum()
     outputs = backward & (stage == job.parallel.pp - 1) & (chunk == job.parallel.vpp - 1)
     at_output = _output_bytes(job) if outputs.any() else 0
     # A backward pass still has what it frees; logits are gone when layers begin.
-    in_layers = kept[chunk] + np.broadcast_to(running, len(rows))[ops["micro_batch"]] - at_output
+    in_layers = kept[chunk] + running[ops["micro_batch"]] - at_output
     most = np.maximum(in_layers, (kept[chunk] + at_output + _moving_bytes(job)) * outputs)
     return float((level + backward * most * size).max())
 
@@ -279,7 +268,8 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
     received, _ = moved or one_document(job, model.widest)
-    ahead = 0 if "core_attn" in job.recompute.dropped else _arrived_bytes(job, received)
+    arrives = parallel.cp > 1 and job.cp_exchange != "latents" and "core_attn" not in recompute.dropped
+    ahead = arrives * job.bytes_per_value * (1 + received) * model.kv_values_per_rank(parallel.tp)
     at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job, moved) - _kept(job, mlp_tensors(job)))
     by_kind = job.layers_by_kind()[:, stage]
     in_layer = np.array([layer_bytes(job, kind) for kind in model.kinds])

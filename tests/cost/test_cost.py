@@ -12,11 +12,10 @@ from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS, Recompute
 from megatron_wlb.model import FULL, MODELS
-from megatron_wlb.sharding.routing import moved_rows
-from megatron_wlb.sharding.select import round_costs, shard
+from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
 from tests.jobs import job
-from tests.reference.rounds import in_rounds, round_times
+from tests.reference.rounds import round_times
 
 LLAMA2_7B = MODELS["llama2-7b"]
 V3 = replace(MODELS["deepseek-v3"], num_layers=8)
@@ -26,6 +25,7 @@ MEASURED = Profile(
     forward=KernelTimes(launch=20.0, tile=0.026, query_tile=0.1),
     backward=KernelTimes(launch=40.0, tile=0.065, query_tile=0.2),
     head_size=128,
+    network=replace(load_profile("gb200-cudnn-9.22").network, gpus_per_node=8),
 )
 NETWORK = MEASURED.network
 
@@ -127,18 +127,6 @@ def test_crossover_follows_the_model():
     assert replace(LLAMA2_7B, num_query_groups=8).crossover_tokens < base
     assert replace(LLAMA2_7B, gated_linear_unit=False).crossover_tokens < base
     assert replace(LLAMA2_7B, ffn_hidden_size=2 * 11008).crossover_tokens == base + 3 * 11008  # two experts
-
-
-def test_shards_are_priced_with_the_network_of_their_profile():
-    """Over slow links fewer rows move, and the sharding chosen for fast links would take longer, and vice versa."""
-    profile = load_profile("h100-fa2")
-    slow = replace(profile, network=replace(profile.network, link_gb_per_s=profile.network.link_gb_per_s / 10))
-    near, far = (job(model=LLAMA2_7B, tp=8, cp=4, context_length=1 << 17, profile=each) for each in (profile, slow))
-    lengths = np.array([60_000, 20_000, 16_000, 16_000, 8000, 8000, 3072], np.int64)
-    for_near, for_far = (shard(lengths, each) for each in (near, far))
-    assert moved_rows(for_far).max() < moved_rows(for_near).max()
-    assert for_near.time < in_rounds(for_far, round_costs(near)).time
-    assert for_far.time < in_rounds(for_near, round_costs(far)).time
 
 
 def test_products_and_memory_traffic_by_hand():

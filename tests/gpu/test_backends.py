@@ -10,7 +10,7 @@ from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.runtime.reference import expected, kernel_args
 from tests.covering import covering
 from tests.reference.chunks import per_document
-from tests.runtime.calls import ALL, WINDOWS, check, run, tensors
+from tests.runtime.calls import ALL, WINDOWS, check, run
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +75,7 @@ def test_head_sizes(backend, head_size):
 def test_rows_further_apart_than_32_bits_count(backend):
     """The last row of an entry lies 2 ** 31 numbers behind its first, as in long documents of many heads."""
     entries, dtype = [(3, 3)], torch.bfloat16
-    q, k, v, dout = tensors(entries, (2, 2), 64, dtype, "cuda")
+    q, k, v, dout = inputs(3, (2, 2), 64, dtype, device="cuda")
     far = torch.empty((1 << 31) + 2 * 64, dtype=dtype, device="cuda").as_strided((3, 2, 64), (1 << 30, 64, 1))
     given = q, far.copy_(k), v, dout
     got = run(backend, *given, kernel_args(backend, entries, "cuda", 0.2))

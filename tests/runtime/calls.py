@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, side_by_side, varlen
 from megatron_wlb.runtime.reference import expected, kernel_args, scores_and_values
-from tests.runtime.oracle import TOLERANCE, assert_close
+from tests.runtime.oracle import TOLERANCE, assert_close, inputs
 
 # Entries (queries, keys) of a call; (0, n) is a gap of n keys.
 CALLS = {
@@ -45,27 +45,11 @@ def check(
 ) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv of a backend on random numbers, which are as in float64."""
     window = window if causal else None
-    given = tensors(entries, heads, head_size, dtype, device)
+    num_rows, num_keys = np.sum(entries, axis=0).tolist()
+    given = inputs(num_rows, heads, head_size, dtype, num_keys=num_keys, device=device)
     got = run(backend, *given, kernel_args(backend, entries, device, scale, window)._replace(causal=causal))
     assert_close(got, expected(entries, *given, scale, window, causal), tolerance or TOLERANCE[dtype])
     return got
-
-
-def tensors(
-    entries: list[tuple[int, int]],
-    heads: tuple[int, int],
-    head_size: int | tuple[int, int],
-    dtype: torch.dtype,
-    device: str = "cpu",
-) -> tuple[Tensor, ...]:
-    """Random q, k, v, dout for (Hq, Hkv) heads; k and v interleaved, q and dout as views of wider ones, as in use."""
-    size, value_size = (head_size, head_size) if isinstance(head_size, int) else head_size
-    generator = torch.Generator().manual_seed(size)
-    num_queries, num_keys = np.sum(entries, axis=0).tolist()
-    shape = (2, heads[1], size) if size == value_size else (heads[1], size + value_size)
-    kv = torch.randn(num_keys, *shape, generator=generator).to(device, dtype)
-    wide = torch.randn(num_queries, 2 * heads[0] + 1, max(size, value_size), generator=generator).to(device, dtype)
-    return wide[:, : heads[0], :size], *keys_and_values(kv, size), wide[:, heads[0] : -1, :value_size]
 
 
 def run(backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, args: KernelArgs) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions
+from megatron_wlb.runtime.backends.protocol import keys_and_values
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.runtime.reference import expected
 from megatron_wlb.sharding.routing import rows
@@ -55,13 +56,24 @@ SHARDINGS: dict[str, Callable[[np.ndarray, int], ShardPlan]] = {
 
 
 def inputs(
-    num_rows: int, heads: tuple[int, int], head_size: int | tuple[int, int], dtype: torch.dtype
+    num_rows: int,
+    heads: tuple[int, int],
+    head_size: int | tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    num_keys: int | None = None,
+    device: str = "cpu",
 ) -> tuple[Tensor, ...]:
-    """Random q, k, v, dout for (Hq, Hkv) heads, the same in every process."""
-    generator = torch.Generator().manual_seed(num_rows)
+    """Random q, k, v, dout for (Hq, Hkv) heads, the same in every process; by default as many keys as rows.
+
+    k and v are interleaved, q and dout views of wider ones, as in use.
+    """
     size, value_size = (head_size, head_size) if isinstance(head_size, int) else head_size
-    shapes = ((heads[0], size), (heads[1], size), (heads[1], value_size), (heads[0], value_size))
-    return tuple(torch.randn(num_rows, *shape, generator=generator).to(dtype) for shape in shapes)
+    generator = torch.Generator().manual_seed(num_rows)
+    shape = (2, heads[1], size) if size == value_size else (heads[1], size + value_size)
+    kv = torch.randn(num_keys or num_rows, *shape, generator=generator).to(device, dtype)
+    wide = torch.randn(num_rows, 2 * heads[0] + 1, max(size, value_size), generator=generator).to(device, dtype)
+    return wide[:, : heads[0], :size], *keys_and_values(kv, size), wide[:, heads[0] : -1, :value_size]
 
 
 def dense(

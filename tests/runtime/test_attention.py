@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_wlb.documents import ShardPlan
 from megatron_wlb.model import shape
 from megatron_wlb.runtime import all_to_all, attention, measure
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
-from megatron_wlb.runtime.backends.protocol import Backend
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
 from tests.covering import covering
 from tests.reference.chunks import per_document, per_sequence
@@ -26,6 +24,7 @@ LENGTHS = {
     "equal": [24] * 4,
     "mixed": [5, 61, 18, 33, 1, 42, 24],
 }
+MIXED = np.array(LENGTHS["mixed"], np.int64)
 HEADS = {"GQA": (8, 2), "MHA": (4, 4), "MQA": (4, 1)}
 HEAD_SIZE = 16
 BACKENDS = {"cpu": get_backend("cpu", "cpu"), "float64": Float64()}
@@ -44,23 +43,6 @@ def silent_group(monkeypatch):
     monkeypatch.setattr(all_to_all, "_all_to_all", moves_nothing)
     monkeypatch.setattr(attention, "gradient_group", lambda group: group)
     return group
-
-
-def per_document_plan(lengths: list[int], cp: int) -> ShardPlan:
-    return per_document(np.array(lengths, np.int64), cp)
-
-
-def single(backend: Backend) -> tuple[ShardMetadata, torch.Tensor]:
-    """The metadata of "mixed" on one rank, and its rows."""
-    plan = per_sequence(np.array(LENGTHS["mixed"], np.int64), 1)
-    return ShardMetadata.build(plan, 0, backend.encode), local_rows(plan, 0)
-
-
-def run(q, k, v, dout, metadata, options):
-    """out, dq, dk, dv of the public function on a single shard."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = context_parallel_attention(q, k, v, metadata, None, options)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
 
 @covering(
@@ -105,14 +87,14 @@ def test_what_is_measured_is_what_runs(monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_head_sizes_and_strided_inputs(backend):
     """Megatron hands over views of one QKV projection, and a plain sum sends back a gradient of stride 0."""
-    lengths = LENGTHS["mixed"]
-    metadata, order = single(backend)
-    q, k, v, _ = inputs(sum(lengths), (8, 2), 24, FP32)
+    plan = per_sequence(MIXED, 1)
+    metadata, order = ShardMetadata.build(plan, 0, backend.encode), local_rows(plan, 0)
+    q, k, v, _ = inputs(len(order), (8, 2), 24, FP32)
     options = AttentionOptions(backend=backend)
     fused = torch.cat((q, k, v), dim=1)[order].requires_grad_()
     out = context_parallel_attention(*fused.split([8, 2, 2], dim=1), metadata, None, options)
     out.sum().backward()
-    want = dense(q, k, v, torch.ones_like(q), lengths, 24**-0.5)
+    want = dense(q, k, v, torch.ones_like(q), LENGTHS["mixed"], 24**-0.5)
     got = (out.detach(), *fused.grad.split([8, 2, 2], dim=1))
     assert_close(got, tuple(x[order] for x in want), TOLERANCE[FP32])
     transposed = q[order].transpose(1, 2).contiguous().transpose(1, 2)
@@ -123,8 +105,7 @@ def test_head_sizes_and_strided_inputs(backend):
 @covering(backend=BACKENDS, cp=[1, 2])
 def test_what_is_saved_for_backward(backend, cp, silent_group):
     """The local tensors; none keeps the memory of another tensor."""
-    plan = per_document_plan(LENGTHS["mixed"], cp)
-    metadata = ShardMetadata.build(plan, 0, backend.encode)
+    metadata = ShardMetadata.build(per_document(MIXED, cp), 0, backend.encode)
     q, k, v, _ = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
     fused = torch.cat((q, k, v), dim=1).requires_grad_()
     group, options = silent_group if cp > 1 else None, AttentionOptions(backend=backend)
@@ -134,17 +115,9 @@ def test_what_is_saved_for_backward(backend, cp, silent_group):
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in saved)
 
 
-def train(plan, num_key_heads, group):
-    """Forward and backward of the first of two ranks."""
-    metadata = ShardMetadata.build(plan, 0, BACKENDS["cpu"].encode)
-    q, k, v, dout = inputs(metadata.num_rows, (8, num_key_heads), HEAD_SIZE, FP32)
-    options = AttentionOptions(backend=BACKENDS["cpu"])
-    context_parallel_attention(q.requires_grad_(), k, v, metadata, group, options).backward(dout)
-
-
 def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
     """So that it overlaps the last gradients that leave; forward begins with it."""
-    exchanged = []
+    exchanged, options = [], AttentionOptions(backend=BACKENDS["cpu"])
     for name in ("attend", "attend_backward"):
         run = getattr(attention, name)
 
@@ -153,7 +126,9 @@ def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
             return run(*given)
 
         monkeypatch.setattr(attention, name, watched)
-    train(SHARDINGS["in rounds"](np.array(LENGTHS["mixed"], np.int64), 2), 2, silent_group)
+    metadata = ShardMetadata.build(SHARDINGS["in rounds"](MIXED, 2), 0, options.backend.encode)
+    q, k, v, dout = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
+    context_parallel_attention(q.requires_grad_(), k, v, metadata, silent_group, options).backward(dout)
     assert exchanged == [False, True, True, False]
 
 
@@ -167,7 +142,7 @@ def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
 )
 def test_wrong_inputs_are_refused(message, change):
     backend = BACKENDS["cpu"]
-    metadata = ShardMetadata.build(per_document_plan([16], 1), 0, backend.encode, windows=(5,))
+    metadata = ShardMetadata.build(per_document(np.array([16]), 1), 0, backend.encode, windows=(5,))
     given = change(*inputs(16, (4, 2), HEAD_SIZE, FP32)[:3], metadata)
     with pytest.raises(ValueError, match=message):
         context_parallel_attention(*given, None, AttentionOptions(backend=backend, window=5))

@@ -16,7 +16,8 @@ from megatron_wlb.runtime.backends.flash import FlashAttn3Backend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.reference import expected, kernel_args
 from tests.covering import covering
-from tests.runtime.calls import ALL, CALLS, WINDOWS, check, tensors
+from tests.runtime.calls import ALL, CALLS, WINDOWS, check
+from tests.runtime.oracle import inputs
 
 PACKAGES = ("flash_attn_interface", "transformer_engine")
 TE = "transformer_engine.pytorch"
@@ -223,8 +224,7 @@ def test_missing_packages_are_named(cls, package, monkeypatch):
 
 def test_random_numbers_are_left_alone(backend):
     before = torch.get_rng_state()
-    given = tensors(CALLS["square"], (2, 2), 16, torch.bfloat16)[:3]
-    backend.forward(*given, kernel_args(backend, CALLS["square"], "cpu", 0.3))
+    backend.forward(*inputs(40, (2, 2), 16, torch.bfloat16)[:3], kernel_args(backend, CALLS["square"], "cpu", 0.3))
     assert torch.equal(before, torch.get_rng_state())
 
 

@@ -162,13 +162,6 @@ def test_moved_rows_are_the_keys_that_others_hold(plan, window):
     assert moved_rows(plan, window).tolist() == [list(pair) for pair in expected]
 
 
-def test_a_window_receives_a_window_for_each_of_its_pieces():
-    """Of a document of 128K on all of 8 ranks: 114,688 rows without."""
-    plan = per_sequence(np.array([1 << 17], np.int64), 8)
-    busiest = {window: int(moved_rows(plan, window)[:, 0].max()) for window in (None, 127, 1023, 4095)}
-    assert busiest == {None: 114_688, 127: 254, 1023: 2046, 4095: 8190}
-
-
 @twice_as_many
 @given(micro_batches(), st.sampled_from(list(STRATEGIES)), st.sampled_from(KERNELS))
 @example((np.array([1] * 64, np.int64), 16), "auto", H100)

@@ -20,7 +20,10 @@ from megatron_wlb.simulate.memory import (
     mixer_tensors,
     mlp_backward_bytes,
     most_kept,
+    mtp_bytes,
+    one_document,
     peak_bytes,
+    stage_weights,
     step_peak_bytes,
     token_bytes,
     weight_bytes,
@@ -92,11 +95,21 @@ def test_the_peak_adds_up():
     empty = 2 * (4 + 8) * 12288**2
     on_stage = 12 * 12 * 12288**2 * (6 + 12) + 4 * 4096 * 128 + empty
     assert weight_bytes(GPT3, 1) == on_stage
+    assert weight_bytes(GPT3, 0) == on_stage + 51200 * 12288 * (6 + 12)
     assert weight_bytes(GPT3, 7) == on_stage + 51200 * 12288 * (2 + 6 + 12)
     assert (
         weight_bytes(in_parallel(GPT3, tp=8, cp=2), 1)
         == (on_stage - 4 * 4096 * 128 - 6 * 12 * 12 * 12288**2) / 8 + 4 * 4096 * 128
     )
+    ahead = replace(GPT3, model=replace(GPT3_SHAPE, mtp_num_layers=1))
+    assert at(7, model=ahead.model) - at(7) == 4096 * mtp_bytes(ahead)
+    # Its layer, the joining matrix, and where it is not with the embedding of the first stage another one.
+    for pp, embedding in ((8, 51200 * 12288), (1, 0)):
+        given, plain = (stage_weights(in_parallel(each, pp=pp))[-1] for each in (ahead, GPT3))
+        assert given - plain == (12 + 2) * 12288**2 + embedding
+    on_eight = in_parallel(GPT3, tp=8, sequence_parallel=True)
+    running = token_bytes(on_eight, 7)[1] - token_bytes(on_eight, 1)[1]
+    assert running == 2 * 2 * 12288 / 8 + 2 * 12288 + 6 * 51200 / 8  # before and after a norm, gathered, and logits
     # User buffers of tiles of 4,096 to 512 rows, three of each; what is gathered lies in them, not beside them.
     gathering = in_parallel(replace(GPT3, tp_tile_rows=4096), tp=8, sequence_parallel=True)
     assert mlp_backward_bytes(gathering) == 2 * 12288 / 8 + 2 * 2 * 4 * 12288 / 8
@@ -143,6 +156,7 @@ def test_backward_of_attention_by_hand(groups, gradients, more):
     assert attention_backward_bytes(given) == held + more * kv
     again = replace(given, recompute=Recompute(granularity="selective", modules=("core_attn",)))
     assert attention_backward_bytes(again) == held + more * kv + 2 * (q + kv) + 4 * 12
+    assert one_document(given, 64) == (2 * 64 * 4 / 4096,) * 2
     alone = (2 + 4) * q + 2 * (kv if groups == 96 else kv + 2 * q)
     assert attention_backward_bytes(in_parallel(given, cp=1)) == held + alone
     # In the MLP its gradient and two tensors of all ranks' rows, while K and V arrive; in attention the MLP is gone:
@@ -170,18 +184,18 @@ def test_what_attention_keeps_of_latents_by_hand():
 
 def test_what_linear_layers_keep_by_hand():
     """By head sizes, as `benchmarks.memory` finds it of the kernels of flash-linear-attention."""
-    on_two = job(parallel=Parallel(tp=2, sequence_parallel=True))
+    on_four = job(tp=4)
 
     def kept(mixer):
-        return sum(tensor.bytes for tensor in mixer_tensors(on_two, mixer).values())
+        return sum(tensor.bytes for tensor in mixer_tensors(on_four, mixer).values())
 
-    norm, q, v = 2 * on_two.model.hidden_size / 2, 2048, 4096
+    norm, q, v = 2 * on_four.model.hidden_size / 4, 2048, 4096
     rows = 2 * q + 2 * v + 2 * 32
     of_net = rows + 2 * q + 2 * 4096 + v + 64 * 32 + (v + v + 2 * 2 * v) + v
     net = gated_delta_net(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
-    assert kept(net) == 2 * (norm + of_net / 2)
+    assert kept(net) == 2 * (norm + of_net / 4)
     of_mamba = (2 * 4096 + 2 * 8 * 128 + 64) + 2 * 4096 + 4096
-    assert kept(mamba(heads=64, head_dim=64, groups=8, state_dim=128)) == 2 * (norm + of_mamba / 2)
+    assert kept(mamba(heads=64, head_dim=64, groups=8, state_dim=128)) == 2 * (norm + of_mamba / 4)
     alike = gated_delta_net(key_heads=32, value_heads=32, key_dim=128, value_dim=128)
     assert alike.kept == (4 * v + 2 * 32) + 2 * v + v + 64 * 32 + 6 * v  # nothing is repeated
 
@@ -260,12 +274,15 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count, delay):
 
 def test_the_peak_of_a_step_is_of_its_own_micro_batches():
     given = in_parallel(job(model=replace(MODELS["llama2-7b"], num_layers=8)), pp=4)
-    even = np.full(4, 1000.0)
+    even, alone = np.full(4, 1000.0), [(0.0, 0.0)] * 4
     (kept, first), (_, last) = (token_bytes(given, stage) for stage in (0, 3))
-    assert step_peak_bytes(given, 0, even) == 1000 * (4 * kept[0] + first)
-    assert step_peak_bytes(given, 3, even) < 1000 * (kept[0] + last)  # logits are gone before layers go back
-    assert step_peak_bytes(given, 0, np.array([1.0, 1.0, 1.0, 1000.0])) < step_peak_bytes(given, 0, even)
+    assert step_peak_bytes(given, 0, even, alone) == 1000 * (4 * kept[0] + first)
+    assert step_peak_bytes(given, 3, even, alone) < 1000 * (kept[0] + last)  # logits are gone before layers go back
+    uneven = np.array([1.0, 1.0, 1.0, 1000.0])
+    assert step_peak_bytes(given, 0, uneven, alone) < step_peak_bytes(given, 0, even, alone)
     # At the loss, the last stage has what it sends: of as many micro-batches as stages, all recomputed.
     recomputed = replace(in_parallel(given, vpp=2), recompute=Recompute(granularity="full", num_layers=1))
-    late, at_once = (step_peak_bytes(replace(recomputed, overlap_transfers=sends), 3, even) for sends in (True, False))
+    late, at_once = (
+        step_peak_bytes(replace(recomputed, overlap_transfers=sends), 3, even, alone) for sends in (True, False)
+    )
     assert late - at_once == 4 * 1000 * layer_input_bytes(given)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model
-from megatron_wlb.cost.linear import memory_bound, products, tiling, token_exchange
+from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, products, tiling, token_exchange
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS, mamba
+from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times
 from megatron_wlb.simulate.passes import crossover, pass_times, synchronised
 from tests.reference.sharding import rank_work
@@ -140,8 +141,12 @@ def test_rounds_and_rings_hide_the_exchange():
     # All rows but its own come to a rank, and nothing hides them.
     whole = float(exchange_model(given).times(np.array(131072 * 7 / 8))[0])
     assert layer_times(given, shards)[0].exchange == pytest.approx(whole)
-    ring = layer_times(replace(given, cp_exchange="ring"), shards_of(replace(given, cp_exchange="ring"), [[65536] * 2]))
-    assert ring[0].exchange == 0  # every hop is shorter than a part of the attention
+    by_ring = replace(given, cp_exchange="ring")
+    (plan,) = shards_of(by_ring, [[65536] * 2])
+    ring, kernel = layer_times(by_ring, [plan])[0], attention_kernels(by_ring)[0]
+    assert ring.exchange == 0  # every hop is shorter than a part of the attention
+    counts = [kernel.count_shard(each.calls)[1:] for each in plan.shards]
+    np.testing.assert_allclose(ring.attention[0], [kernel.time(8, *each) for each in counts])
     parts = replace(given, model=replace(given.model, pattern="*"))
     (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
     assert plan.shares
@@ -162,8 +167,11 @@ def test_a_window_sees_and_moves_what_is_in_it():
     assert near[0][0][1] == pytest.approx(kernel.time(2, 128 * 9, 128))
     mixed = replace(full, model=replace(full.model, window=1023, pattern="WWW*"))
     alone = [pass_times(replace(mixed, model=replace(mixed.model, pattern=kind)), [plan]) for kind in "W*"]
-    forward = pass_times(mixed, [plan]).forward[0, 0]
-    np.testing.assert_allclose(forward, 3 / 4 * alone[0].forward[0, 0] + 1 / 4 * alone[1].forward[0, 0])
+    passes, attention = pass_times(mixed, [plan]), [each.layers[0].attention for each in alone]
+    np.testing.assert_allclose(passes.forward, 3 / 4 * alone[0].forward + 1 / 4 * alone[1].forward)
+    np.testing.assert_allclose(passes.layers[0].attention, 3 / 4 * attention[0] + 1 / 4 * attention[1])
+    np.testing.assert_allclose(attention[0], [near[0][0]])
+    assert crossover(mixed) == crossover(full)
 
 
 def test_layers_without_attention_cost_by_tokens():
@@ -198,13 +206,15 @@ def test_expanding_keys_and_values_again_is_a_product_of_backward():
     (forward, again), (same, whole) = (layer_times(each, plans) for each in (given, recomputed))
     assert again.linear + forward.linear - whole.linear == pytest.approx(4096 * 2 * 512 * 128 * (128 + 128) / 8 / 576e6)
     assert forward.linear == same.linear
+    assert again.exchange == exchange_model(given).times(moved_rows(plans[0]).max())[1]
 
 
 def test_products_hide_tensor_parallel_communication():
     """Exposed in backward: gradients of the outputs of two row-parallel matrices, and what outlasts a product."""
-    given = job(tp=8, model=replace(SMALL, ffn_hidden_size=512))
+    given = job(tp=8, pp=2, model=replace(SMALL, ffn_hidden_size=512))
     tokens, hidden = 65536, 4096
-    tensor = layer_times(given, shards_of(given, [[tokens]]))[1].tensor
+    passes = pass_times(given, shards_of(given, [[tokens]]))
+    assert passes.transfer == pytest.approx(10 + tokens * hidden * 2 / 8 / 45e3)
     gather, scatter = (
         NETWORK.collective(name, tokens * hidden * 2, Group(size=8, stride=1))
         for name in ("all_gather", "reduce_scatter")
@@ -213,7 +223,7 @@ def test_products_hide_tensor_parallel_communication():
     of_inputs = 2 * (tokens * hidden + HALF_WAVE) * wide / 576e6 + 3
     of_weights = 2 * (wide * hidden + HALF_WAVE) * tokens / 576e6 + 3
     assert of_inputs < gather and of_weights < scatter
-    assert tensor == pytest.approx(2 * gather + gather - of_inputs + scatter - of_weights)
+    assert passes.layers[1].tensor == pytest.approx(2 * gather + gather - of_inputs + scatter - of_weights)
 
 
 def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
@@ -225,10 +235,13 @@ def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
     joining = 2 * (tokens * hidden + HALF_WAVE) * 2 * hidden / 576e6 + 3
     gradients = 2 * (tokens * 2 * hidden + HALF_WAVE) * hidden / 576e6 + 3
     gradients += 2 * (2 * hidden * hidden + HALF_WAVE) * tokens / 576e6 + 3
+    rows = np.array([8192.0])
+    of_output, losses = products(plain, [output_matrix(plain)], rows), loss(plain, rows)
     for i, (fewer, more) in enumerate(
         zip((without.forward, without.backward), (given.forward, given.backward), strict=True)
     ):
         layer, output = without.layers[i].total, fewer[1, 0] - 2 * without.layers[i].total
+        assert output == pytest.approx((of_output.forward, of_output.backward)[i] + losses[i])
         assert (more[0] == fewer[0]).all()
         assert more[1, 0] - fewer[1, 0] == pytest.approx(2 * (layer + (gradients if i else joining) + output))
     assert ahead.layers().sum() == 6
@@ -262,16 +275,13 @@ def test_tensor_parallel_ranks_at_both_ends_of_a_pipeline(vocabulary):
     assert backward[1, 0] == pytest.approx(3 * (gather + scatter - hidden_us) + 2 * (2 * gather + 2 * scatter))
 
 
-def test_tiles_overlap_by_themselves_and_cost_their_starts():
-    """Of 8,192, 8,192, 4,096 and 100 rows the last do not overlap; all but one start all kernels once more."""
-    (whole, backward), (tiled, of_backward) = (
-        layer_times(given, shards_of(given, [[20580]]))
+def test_tiles_overlap_by_themselves():
+    """Of 8,192, 8,192, 4,096 and 100 rows the last do not."""
+    whole, tiled = (
+        layer_times(given, shards_of(given, [[20580]]))[0]
         for given in (job(tp=4), job(tp=4, tp_overlap=0.5, tp_tile_rows=8192))
     )
     assert tiled.tensor == pytest.approx(whole.tensor * (1 - 0.5 * 20480 / 20580))
-    starts = tiling(job(tp=4, tp_tile_rows=8192), "*", np.array([20580.0]))
-    assert tiled.linear - whole.linear == pytest.approx(starts[0])
-    assert of_backward.linear - backward.linear == pytest.approx(starts[1])
     # Beyond a node there are no user buffers.
     far, near = (
         layer_times(given, shards_of(given, [[8192]]))[0]
@@ -302,4 +312,3 @@ def test_models_have_the_parameters_of_their_name():
     # With experts that a token goes to, in every layer.
     expected |= {"deepseek-v2-lite": 2.7, "deepseek-v3": 38.2}
     assert billions == pytest.approx(expected, rel=0.02)
-    assert MODELS["llama2-7b"].crossover_tokens == pytest.approx(50_000, rel=0.02)
