@@ -59,12 +59,12 @@ MASKED = "--dataloader-inter-document-masking"
 WAYS = {"megatron": MASKED, "two windows": f"{MASKED} --micro-batch-size 2", "wlb": f"{MASKED} --wlb"}
 
 
-def trained(way: str, log: Path, script: Path, flags: list[str]) -> None:
+def trained(way: str, log: Path, script: Path, flags: list[str], profile: str | None) -> None:
     """Run the script as users do; `log` takes what it prints."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "megatron_wlb.run"]
     more = WAYS[way].split()
     if way == "wlb":
-        more += ["--wlb-log", str(log.with_suffix(".jsonl"))]
+        more += ["--wlb-log", str(log.with_suffix(".jsonl")), *(["--wlb-profile", profile] if profile else [])]
     with log.open("w") as file:
         done = subprocess.run([*words, str(script), *flags, *more], stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("script", type=Path, help="pretrain_gpt.py of a checkout")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=[*JOBS], metavar="NAME", help="default: all")
     parser.add_argument("--steps", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--profile", help="by which steps are predicted; default: as in training")
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -132,7 +133,7 @@ def main() -> None:
             words += f"--seq-length {window} --max-position-embeddings {window} --train-iters {args.steps}".split()
             words += ["--global-batch-size", str(windows)]
             for way in WAYS if job == next(iter(JOBS)) else ("megatron", "wlb"):
-                trained(way, folder / f"{job}, {way}.log", args.script, words)
+                trained(way, folder / f"{job}, {way}.log", args.script, words, args.profile)
                 rows.append(row(job, way, folder / f"{job}, {way}.log", folder / f"{job}, megatron.log"))
                 print(rows[-1], flush=True)
     settings = {"command": sys.argv[1:], "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
