@@ -74,7 +74,7 @@ def mamba(*, heads: int, head_dim: int, groups: int, state_dim: int) -> Mixer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder-only model with untied embeddings."""
+    """A decoder-only model with untied embeddings. Raises ValueError for sizes that are none."""
 
     num_layers: int
     hidden_size: int
@@ -114,6 +114,31 @@ class ModelShape:
     """Of MLPs in a hybrid model that has experts, too; 0: `ffn_hidden_size`."""
     output_gate: bool = False
     """Queries are projected with a gate of their size (`--attention-output-gate`)."""
+
+    def __post_init__(self) -> None:
+        sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels"
+        for name in sizes.split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a size of a model must be at least 1")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_query_groups (--num-query-groups) is {self.num_query_groups}, which does not divide "
+                f"{self.num_attention_heads} attention heads; change one of them"
+            )
+        known = FULL + WINDOWED + DELTA_NET + MAMBA + (MLP + EXPERTS) * self.hybrid
+        needs = {
+            WINDOWED: ("window (--window-size)", self.window is not None),
+            DELTA_NET: ("delta_net", self.delta_net is not None),
+            MAMBA: ("mamba", self.mamba is not None),
+            EXPERTS: ("moe_router_topk (--num-experts)", self.moe_router_topk > 0),
+        }
+        where = "--hybrid-layer-pattern" if self.hybrid else "pattern"
+        for kind in self.pattern or " ":
+            if kind not in known:
+                raise ValueError(f"{where} has {kind!r}, whose cost is not known; give letters of {known}")
+            name, there = needs.get(kind, ("", True))
+            if not there:
+                raise ValueError(f"{where} has {kind} without {name}; give both or neither")
 
     @property
     def layer_kinds(self) -> str:

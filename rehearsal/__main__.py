@@ -106,6 +106,8 @@ def task_of(args: argparse.Namespace, command: list[str], notes: list[str]) -> t
     if launched.is_log:  # of the last release, maybe
         stated = stated | {name: value for name, value in wlb_values(launched).items() if value is not None}
     wlb = bool(stated.get("wlb"))
+    if stated.get("log_interval") == 0:
+        raise ValueError("--log-interval is 0, by which upstream divides after the first step; give 1 or more")
     arguments = MegatronArguments.of({"world_size": launched.world_size} | stated)
     parallel = parallel_of(arguments)
     script, flags = _script(command, wlb)

@@ -60,7 +60,11 @@ def test_s_max_without_a_limit_of_memory():
     sizes = {"context_length": 1008, "cp": 8}
     assert job(**sizes).max_tokens == 1264
     assert job(**sizes, settings=PlanSettings(max_tokens=1600)).max_tokens == 1600
-    for wanted, message in (("auto", "give --wlb-memory-budget"), (992, "at least 1008"), (1601, "multiple of 16")):
+    for wanted, message in (
+        ("auto", "give --wlb-memory-budget"),
+        (992, "from 1008, the con"),
+        (1601, "multiple of 16"),
+    ):
         with pytest.raises(ValueError, match=message):
             job(**sizes, settings=PlanSettings(max_tokens=wanted))
 
@@ -147,6 +151,26 @@ def test_numbers_of_numpy_are_pythons():
     given = job(global_batch_size=four, settings=PlanSettings(micro_batches=four, max_tokens=np.int64(64)), **sizes)
     assert json.loads(json.dumps(given.to_json()))["max_tokens"] == 128 and "np." not in repr(given)
     assert given == job(max_tokens=128, dp=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size is 0; .* at least 1"),
+        ({"kv_channels": -1}, "kv_channels is -1; .* at least 1"),
+        ({"num_query_groups": 3}, "is 3, which does not divide 4 attention heads; change one"),
+        ({"pattern": ""}, "pattern has ' ', .*; give letters of [*]WGM$"),
+        ({"pattern": "*-"}, "pattern has '-', .*; give letters of [*]WGM$"),
+        ({"pattern": "*x", "hybrid": True}, "pattern has 'x', .*; give letters of [*]WGM-E$"),
+        ({"pattern": "*W"}, "pattern has W without window .*; give both"),
+        ({"pattern": "G"}, "pattern has G without delta_net; give both"),
+        ({"pattern": "*M"}, "pattern has M without mamba; give both"),
+        ({"pattern": "*E", "hybrid": True}, "pattern has E without moe_router_topk .*; give both"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        replace(MODEL, **wrong)
 
 
 def test_layers_of_every_kind_are_counted_where_they_run():

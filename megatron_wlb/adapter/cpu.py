@@ -22,7 +22,7 @@ FLAGS = (
 """Upstream flags that a run without a GPU needs."""
 
 _FACTORIES = "empty zeros ones full tensor as_tensor arange linspace eye rand randn randint empty_like zeros_like"
-_NOTHING = "set_device synchronize empty_cache set_stream reset_peak_memory_stats _lazy_init"
+_NOTHING = "set_device synchronize set_stream _lazy_init"
 
 
 class _Stream:
@@ -37,30 +37,19 @@ class _Stream:
 
 
 def _is_cuda(device: Any) -> bool:
-    if isinstance(device, bool):
-        return False
     return isinstance(device, int) or (isinstance(device, str | torch.device) and str(device).startswith("cuda"))
 
 
-def _on_cpu(function: Any) -> Any:
+def _on_cpu(function: Any, place: int | None = None) -> Any:
+    """Wrap a function that takes `device`, or a device as its argument at `place`."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("cpu" if i == place and _is_cuda(x) else x for i, x in enumerate(args))
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
-
-    return call
-
-
-def _tensor_to(to: Any) -> Any:
-    @functools.wraps(to)
-    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and _is_cuda(args[0]):
-            args = ("cpu", *args[1:])
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        return to(self, *args, **kwargs)
 
     return call
 
@@ -87,10 +76,10 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     importlib.import_module("torch._dynamo")
 
-    sys.modules.update(cpu_linear.PACKAGES)
+    sys.modules.update(dict.fromkeys(cpu_linear.STANDS_FOR, cpu_linear))
     for name in _FACTORIES.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.to = _tensor_to(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.to = _on_cpu(torch.Tensor.to, place=1)  # type: ignore[method-assign]
     torch.Tensor.new_empty = _on_cpu(torch.Tensor.new_empty)  # type: ignore[method-assign]
     torch.Tensor.type = _tensor_type(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
@@ -111,17 +100,10 @@ def install() -> None:
         "stream": lambda stream: _Stream(),
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
-        "memory_stats": lambda device=None: {},
-        "memory_allocated": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "memory_reserved": lambda device=None: 0,
-        "max_memory_reserved": lambda device=None: 0,
-        "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": torch.default_generator.manual_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "initial_seed": torch.initial_seed,
         "default_generators": (torch.default_generator,),
         "is_initialized": lambda: True,
         "_lazy_call": lambda function, **kwargs: function(),
@@ -129,10 +111,6 @@ def install() -> None:
     for name, value in replacements.items():
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = replacements["get_rng_state"]
-    torch.cuda.random.set_rng_state = replacements["set_rng_state"]
-    # Without this function, upstream sets the RNG state through default_generators.
-    if hasattr(torch._C, "_cuda_setRNGState"):
-        del torch._C._cuda_setRNGState
 
 
 def install_megatron() -> None:

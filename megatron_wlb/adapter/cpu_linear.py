@@ -4,12 +4,19 @@ import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu, softplus
+
+STANDS_FOR = (
+    *("fla.modules.convolution", "fla.modules.l2norm", "fla.ops.gated_delta_rule"),
+    *("mamba_ssm", "mamba_ssm.ops.triton.layernorm_gated", "mamba_ssm.ops.triton.ssd_combined"),
+)
+"""Modules for GPUs from which upstream imports kernels; this one takes their place in `sys.modules`."""
+__version__ = "2.0.0"  # of mamba_ssm
+mamba_chunk_scan_combined = None  # upstream imports it, and does not call it in training
 
 
 def by_document(run: Callable[..., Tensor], begins: list[int], *given: Tensor) -> Tensor:
@@ -32,6 +39,18 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Any = None, cu_seqlens: Any = None, **unused: Any) -> Any:
     """fla.modules.convolution.causal_conv1d."""
     return by_document(partial(_convolved, weight=weight, bias=bias), _begins(x, cu_seqlens), x), None
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """fla.modules.l2norm.l2norm."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def chunk_gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any = None, **unused: Any) -> Any:
+    """fla.ops.gated_delta_rule.chunk_gated_delta_rule, by upstream's in torch."""
+    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule as rule
+
+    return by_document(lambda *given: rule(*given)[0], _begins(q, cu_seqlens), q, k, v, g, beta), None
 
 
 def mamba_split_conv1d_scan_combined(
@@ -86,44 +105,15 @@ class RMSNorm(torch.nn.Module):
         return (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._eps)).flatten(-2) * self.weight
 
 
-def _package(**names: Any) -> ModuleType:
-    module = ModuleType("stand-in for a GPU's")
-    vars(module).update(names)
-    return module
-
-
-PACKAGES = {
-    "mamba_ssm": _package(__version__="2.0.0"),
-    "mamba_ssm.ops": _package(),
-    "mamba_ssm.ops.triton": _package(),
-    "mamba_ssm.ops.triton.layernorm_gated": _package(RMSNorm=RMSNorm),
-    "mamba_ssm.ops.triton.ssd_combined": _package(
-        mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=mamba_split_conv1d_scan_combined
-    ),
-}
-"""What upstream's Mamba layers import, for `sys.modules`."""
-
-
 def install() -> None:
-    """Give upstream's gated delta nets and Mamba layers these kernels, and its models layers without
-    TransformerEngine."""
+    """Give upstream's models linear layers without TransformerEngine."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
     from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
     from megatron.core.ssm import mamba_mixer
-    from megatron.core.ssm.gated_delta_net import common, gdn
 
     from megatron_wlb.adapter.model import TorchNorm
 
-    rule = gdn.torch_chunk_gated_delta_rule
-
-    def chunk_gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any = None, **unused: Any) -> Any:
-        return by_document(lambda *given: rule(*given)[0], _begins(q, cu_seqlens), q, k, v, g, beta), None
-
-    common.HAVE_FLA = True
-    for module in (common, gdn):
-        module.l2norm = lambda x, eps=1e-6: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-        module.causal_conv1d, module.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
     mamba_mixer._check_mamba_sequence_packing_support = lambda **asked: (True, None)
     specs._get_backend_spec_provider = lambda config: LocalSpecProvider()
     specs.get_transformer_layer_with_experimental_attention_variant_spec = _local_layers
@@ -135,23 +125,16 @@ def _local_layers(config: Any, backend: Any = None) -> list[Any]:
     """Return specs of local layers, where upstream has those of TransformerEngine alone."""
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
+    net = hybrid_stack_spec.submodules.gdn_layer.submodules.self_attention
     plain = copy.copy(config)
     plain.experimental_attention_variant = None
     options = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
     layers: list[Any] = get_gpt_decoder_layer_specs(plain, use_transformer_engine=False, **options)
     for i in (i for i, linear in enumerate(get_linear_attention_pattern(config)) if linear):
         layers[i] = copy.deepcopy(layers[i])
-        layers[i].submodules.self_attention = ModuleSpec(
-            module=GatedDeltaNet,
-            submodules=GatedDeltaNetSubmodules(
-                in_proj=backend.column_parallel_linear(),
-                out_norm=backend.layer_norm(rms_norm=config.normalization == "RMSNorm"),
-                out_proj=backend.row_parallel_linear(),
-            ),
-        )
+        layers[i].submodules.self_attention = copy.deepcopy(net)
     return layers
 
 

@@ -223,8 +223,6 @@ def _adapt_attention(layer: Any, config: Any, options: AttentionOptions, *, line
     spec: Any = getattr(layer.submodules, "self_attention", None)
     if linear and getattr(spec, "module", None) in (GatedDeltaNet, WlbGatedDeltaNet):
         spec.module = WlbGatedDeltaNet
-        if config.transformer_impl == "local":
-            spec.submodules.out_norm = TorchNorm
         return
     check_layer(layer)
     attention = spec.submodules

@@ -84,8 +84,7 @@ class Training:
     def configure(self, model: Any) -> None:
         """Make upstream build the model of its config as this run needs it."""
         configure(model, options=self.attention, context_length=self._args.seq_length)
-        job = self._job
-        if job.tp_tile_rows:
+        if self._job.tp_tile_rows:
             model.pre_wrap_hooks.append(self._tiled(tiles.tile_layers))
 
     def _tiled(self, function: Any) -> Any:

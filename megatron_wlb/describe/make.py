@@ -126,11 +126,6 @@ def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) 
     if wanted is None:
         wanted = default_max_tokens(job)
     assert isinstance(wanted, int)
-    if wanted < least:
-        why = f"under --seq-length {least}: a document of a full window would fit nowhere"
-        if least > job.context_length:
-            why = f"too little for {job.num_micro_batches} micro-batches to hold the tokens of a step"
-        raise ValueError(f"--wlb-max-tokens {wanted} is {why}; give at least {least}")
     if fitting is not None and wanted > fitting:
         raise ValueError(
             f"micro-batches of {wanted} tokens (S_max) need more memory for activations than there is; give "

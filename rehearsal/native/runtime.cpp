@@ -142,24 +142,17 @@ CUresult cuMemAddressFree(CUdeviceptr p, size_t) {
     return CUDA_SUCCESS;
 }
 CUresult cuMemCreate(CUmemGenericAllocationHandle* made, size_t bytes, const CUmemAllocationProp*, unsigned long long) {
-    bool fits;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        if ((fits = take(bytes))) physical[*made = handle()] = bytes;
-    }
-    record(fits ? MAP : OUT_OF_MEMORY, nullptr, 0, bytes);
-    return fits ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!take(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+    physical[*made = handle()] = bytes;
+    return CUDA_SUCCESS;
 }
 CUresult cuMemRelease(CUmemGenericAllocationHandle made) {
-    size_t bytes = 0;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        auto found = physical.find(made);
-        if (found == physical.end()) return CUDA_ERROR_INVALID_VALUE;
-        used -= bytes = found->second;
-        physical.erase(found);
-    }
-    record(UNMAP, nullptr, 0, bytes);
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = physical.find(made);
+    if (found == physical.end()) return CUDA_ERROR_INVALID_VALUE;
+    used -= found->second;
+    physical.erase(found);
     return CUDA_SUCCESS;
 }
 CUresult cuMemMap(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long) { return CUDA_SUCCESS; }
@@ -244,25 +237,19 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** f, unsigne
 
 cudaError_t cudaMalloc(void** p, size_t bytes) {
     bytes = (bytes + 511) / 512 * 512;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        *p = take(bytes) ? reserve(bytes) : nullptr;
-        if (*p) on_device[reinterpret_cast<uintptr_t>(*p)] = bytes;
-    }
-    record(*p ? MAP : OUT_OF_MEMORY, nullptr, 0, bytes);
-    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+    std::lock_guard<std::mutex> lock(mutex);
+    *p = take(bytes) ? reserve(bytes) : nullptr;
+    if (!*p) return cudaErrorMemoryAllocation;
+    on_device[reinterpret_cast<uintptr_t>(*p)] = bytes;
+    return cudaSuccess;
 }
 cudaError_t cudaFree(void* p) {
     if (!p) return cudaSuccess;
-    size_t bytes;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        auto range = on_device.find(reinterpret_cast<uintptr_t>(p));
-        if (range == on_device.end()) return cudaErrorInvalidValue;
-        used -= bytes = range->second;
-        release(on_device, range);
-    }
-    record(UNMAP, nullptr, 0, bytes);
+    std::lock_guard<std::mutex> lock(mutex);
+    auto range = on_device.find(reinterpret_cast<uintptr_t>(p));
+    if (range == on_device.end()) return cudaErrorInvalidValue;
+    used -= range->second;
+    release(on_device, range);
     return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {

@@ -48,7 +48,7 @@ REFUSED = {
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
-    "--wlb-max-tokens 128": "is under --seq-length 256.*give at least 256",
+    "--wlb-max-tokens 128": "is 128; it must be from 256, the context window",
     "--wlb-max-tokens 301 --context-parallel-size 2": "give a multiple of 4",
     "--seq-length 254 --tensor-model-parallel-size 4 --sequence-parallel": "give a multiple of 4",
     "--seq-length 1032 --fp8-format hybrid": "give a multiple of 16",

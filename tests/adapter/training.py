@@ -242,11 +242,6 @@ def _split(name: str, parameter: Any) -> tuple[int, int, int, tuple[int, ...]]:
     return parameter.partition_dim, rank, size, tuple(getattr(parameter, "partition_sizes", parts))
 
 
-def _whole_shape(name: str, parameter: Any) -> list[int]:
-    dim, _, size, _ = _split(name, parameter)
-    return [n * size if i == dim else n for i, n in enumerate(parameter.shape)]
-
-
 def initial(name: str, shape: Sequence[int]) -> torch.Tensor:
     """What a whole parameter of this global name starts with."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -257,8 +252,8 @@ def initial(name: str, shape: Sequence[int]) -> torch.Tensor:
 
 def _set_parameters(chunks: list[Any]) -> None:
     for name, parameter in _parameters(chunks):
-        whole = initial(name, _whole_shape(name, parameter))
         dim, rank, size, rows = _split(name, parameter)
+        whole = initial(name, [n * size if i == dim else n for i, n in enumerate(parameter.shape)])
         if dim >= 0:
             parts = whole.split([n * size for n in rows], dim)
             whole = torch.cat([part.chunk(size, dim)[rank] for part in parts], dim)

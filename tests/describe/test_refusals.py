@@ -79,6 +79,7 @@ def test_refused_if_given_at_all():
         ({"hybrid_layer_pattern": "M*-/*"}, "or MTP layers .*give one of M, G"),
         ({"hybrid_layer_pattern": "M*"} | LATENT, "--multi-latent-attention has not been tried; leave one"),
         ({"hybrid_layer_pattern": "M*", "use_mamba_mem_eff_path": False}, "--disable-mamba-mem-eff-path .*leave it"),
+        ({"log_interval": 0}, "--log-interval is 0, .*; give 1 or more"),
         ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
         ({"save": "msc://bucket/run", "wlb_packing": "paper"}, "to object storage are not supported with delay"),
         ({"load": "msc://bucket/run", "wlb_packing": "adaptive:20"}, "to object storage are not supported with delay"),

@@ -1,7 +1,6 @@
 """Rehearsals of small jobs: torch's build for CUDA over the stand-in, without a GPU."""
 
 import ctypes
-import itertools
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_wlb.cli.launch import read_command
 from rehearsal import record, run
 from rehearsal.__main__ import main
 from rehearsal.build import library
@@ -30,7 +30,6 @@ JOB = """torchrun --nproc-per-node 4 pretrain_gpt.py --wlb --transformer-impl lo
 --untie-embeddings-and-output-weights --attention-dropout 0 --bf16 --use-distributed-optimizer --micro-batch-size 1
 --calculate-per-token-loss --global-batch-size 4 --log-interval 1 --lr 1e-4 --train-iters 100 --vocab-size 8000
 --mock-data --no-rope-fusion --no-masked-softmax-fusion --no-persist-layer-norm --save NOWHERE""".split()
-VALUED = {word for word, after in itertools.pairwise(JOB) if word[:2] == "--" and after[:2] != "--"}
 
 
 def rehearse(tmp_path, *words, job):
@@ -38,6 +37,20 @@ def rehearse(tmp_path, *words, job):
     path = tmp_path / "rehearsal.json"
     assert main(["--gpu", "h100", "--json", str(path), *words, "--", *job]) == 0
     return json.loads(path.read_text())
+
+
+def job_of(ranks, *more, without=()):
+    """`JOB` on so many ranks, with more flags, and without some."""
+    words = [word for word in JOB if word not in without]
+    words[words.index("--nproc-per-node") + 1] = str(ranks)
+    return [*words, *more]
+
+
+def over_the_stand_in(*words):
+    """What a Python says with the stand-in loaded."""
+    environment = os.environ | {"LD_PRELOAD": str(library() / "libcuda.so.1"), "LD_LIBRARY_PATH": str(library())}
+    environment["PYTHONPATH"] = os.getcwd()
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
@@ -77,7 +90,7 @@ def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
     assert "step 3, backward " in said
 
 
-def test_a_plain_job_runs_its_own_script_with_its_own_data(tmp_path):
+def test_a_plain_job_runs_its_own_script_with_its_own_data(tmp_path, capsys):
     """Every rank makes the index of the data by itself, and nothing of it stays."""
     script = Path(__file__).parents[1] / "adapter" / "upstream_script.py"
     left_out = ("--wlb", "--sequence-parallel", "--mock-data")  # local layers have no norms for the second
@@ -92,6 +105,8 @@ def test_a_plain_job_runs_its_own_script_with_its_own_data(tmp_path):
     refused = [*job, "--mock-data"]
     refused[job.index(str(script))] = "elsewhere.py"
     assert main(["--gpu", "h100", "--", *refused]) == 2
+    assert main(["--gpu", "h100", "--", *job, "--log-interval", "0"]) == 2
+    assert "--log-interval is 0, by which upstream divides after the first step; give 1" in capsys.readouterr().err
 
 
 def test_conversations_are_tokenized_for_a_rehearsal_alone(tmp_path, monkeypatch):
@@ -100,10 +115,9 @@ def test_conversations_are_tokenized_for_a_rehearsal_alone(tmp_path, monkeypatch
     path = write_chats(tmp_path / "chats.jsonl", [conversation([5, 300, 30], i) for i in range(80)])
     sft = ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", write_tokenizer(tmp_path / "tokenizer")]
     sft += ["--sft-tokenizer-prompt-format", "nemotron-nano-v2", "--data-path", path, "--split", "100,0,0"]
-    job = [word for word in JOB if word != "--mock-data"]
-    job[job.index("--nproc-per-node") + 1] = "8"
+    job = job_of(8, *sft, "--eval-iters", "0", "--use-tp-pp-dp-mapping", without=("--mock-data",))
     before = {*tmp_path.rglob("*")}
-    found = rehearse(tmp_path, "--steps", "2", job=[*job, *sft, "--eval-iters", "0", "--use-tp-pp-dp-mapping"])
+    found = rehearse(tmp_path, "--steps", "2", job=job)
     assert found["verdict"] == "fits" and found["ranks"][0]["steps"][0]["tokens"] != [4096] * 4
     assert [rank["rank"] for rank in found["ranks"]] == [0, 2, 4, 6]
     assert {*tmp_path.rglob("*")} - before == {tmp_path / "rehearsal.json"}
@@ -111,12 +125,10 @@ def test_conversations_are_tokenized_for_a_rehearsal_alone(tmp_path, monkeypatch
 
 def test_experts_take_even_shares_of_what_every_rank_has(tmp_path):
     """Ranks that divide experts send each other by the rows of both; recomputed layers as in their first pass."""
-    job = [*JOB, "--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"]
-    job += ["--moe-token-dispatcher-type", "alltoall", "--num-layers", "2", "--tensor-model-parallel-size", "1"]
-    job += ["--pipeline-model-parallel-size", "1", "--recompute-granularity", "full", "--recompute-method", "uniform"]
-    job += ["--recompute-num-layers", "1"]
-    job.remove("--sequence-parallel")
-    job[job.index("--nproc-per-node") + 1] = "2"
+    experts = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+    layout = "--num-layers 2 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    job = job_of(2, *f"{experts} {layout} {recompute}".split(), without=("--sequence-parallel",))
     found = rehearse(tmp_path, "--ranks", "all", "--steps", "1", job=job)
     assert found["nccl"] == [] and found["verdict"] == "fits"
     # A layer sends rows there and back, forward, once more, and in backward.
@@ -132,16 +144,7 @@ def test_a_job_of_a_log_that_is_too_large_is_told_with_its_rank(tmp_path, monkey
     stated |= hostile
     # As upstream prints what it has derived.
     stated |= {"exp_avg_dtype": "torch.float32", "start_weight_decay": 0.01, "tensor_parallel_num_weight_shards": 2}
-    words = iter(JOB[4:])
-    for word in words:
-        name, value = word[2:].replace("-", "_"), True
-        if word in VALUED:
-            value = next(words)
-        elif name.startswith("no_"):
-            name, value = {"no_rope_fusion": "apply_rope_fusion"}.get(name, name[3:]), False
-        elif name == "disable_bias_linear":
-            name, value = "add_bias_linear", False
-        stated[name] = value
+    stated |= read_command(JOB).stated | {"add_bias_linear": False, "persist_layer_norm": False}
     log, path = tmp_path / "train.log", tmp_path / "rehearsal.json"
     log.write_text(printed(stated))
     words = ["--gpu", "h100", "--gpu-memory", "0.25", "--ranks", "3", "--steps", "1", "--json", str(path)]
@@ -170,9 +173,8 @@ def test_a_job_that_fits_does_so_also_where_memory_is_predicted_wrong():
 
 
 def test_the_stand_in_is_no_gpu_by_itself_and_names_what_it_lacks():
-    environment = os.environ | {"LD_PRELOAD": str(library() / "libcuda.so.1")}
     code = "import ctypes, torch; print(torch.cuda.is_available(), flush=True); ctypes.CDLL(None).cudaGraphLaunch()"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = over_the_stand_in("-c", code)
     assert done.stdout.strip() == "False"
     assert done.returncode == 86 and "cudaGraphLaunch is called" in done.stderr
     assert not hasattr(ctypes.CDLL(None), "rehearsal_configure")
@@ -193,9 +195,8 @@ with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
 print(tuple(q.grad.shape), flush=True)
 os._exit(0)  # as ranks do
 """
-    environment = os.environ | {"LD_PRELOAD": str(library() / "libcuda.so.1"), "LD_LIBRARY_PATH": str(library())}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "(1, 8, 256, 128)"
+    done = over_the_stand_in("-c", code)
+    assert done.stdout.strip() == "(1, 8, 256, 128)", done.stderr
 
 
 def test_kernels_of_triton_are_launched_and_not_compiled(tmp_path):
@@ -219,18 +220,17 @@ tuned[lambda chosen: (8 // chosen["rows"],)](x)
 print(len(launches), tuned.best_config.kwargs, x[-1:].cpu().item(), flush=True)
 os._exit(0)
 """)
-    environment = os.environ | {"LD_PRELOAD": str(library() / "libcuda.so.1"), "LD_LIBRARY_PATH": str(library())}
-    environment["PYTHONPATH"] = os.getcwd()
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "2 {'rows': 4} 32767"
+    done = over_the_stand_in(str(script))
+    assert done.stdout.strip() == "2 {'rows': 4} 32767", done.stderr
 
 
 @pytest.mark.parametrize("ranks", ["0", pytest.param("all", marks=pytest.mark.full)])
 def test_latent_attention_over_context_parallel_ranks_matches(tmp_path, ranks):
     """Its recomputation compiles C++, in the rehearsal's own folder."""
-    job = [*JOB, "--context-parallel-size", "2", "--multi-latent-attention", "--qk-layernorm", "--q-lora-rank", "128"]
-    job += ["--kv-lora-rank", "128", "--qk-head-dim", "64", "--qk-pos-emb-head-dim", "32", "--v-head-dim", "96"]
-    job += ["--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"]
-    job[job.index("--nproc-per-node") + 1] = "8"
+    latent = "--multi-latent-attention --qk-layernorm --q-lora-rank 128 --kv-lora-rank 128 --qk-head-dim 64"
+    latent += (
+        " --qk-pos-emb-head-dim 32 --v-head-dim 96 --recompute-granularity selective --recompute-modules mla_up_proj"
+    )
+    job = job_of(8, "--context-parallel-size", "2", *latent.split())
     found = rehearse(tmp_path, "--ranks", ranks, "--steps", "2", job=job)
     assert len(found["ranks"]) == {"0": 1, "all": 8}[ranks] and found["verdict"] == "fits" and found["nccl"] == []
