@@ -119,7 +119,7 @@ MEASURE = "megatron_wlb.runtime.measure."
         ("SMALL --backend fa9", "unknown attention backend 'fa9'; choose one of auto, ", {}),
         ("SMALL --backend aten", "attention backend 'aten' is not available on device 'cpu'", {}),
         ("SMALL --dtype fp8", "--dtype: invalid choice: 'fp8'", {}),
-        ("SMALL --num-query-groups 3", "^--num-query-groups 3 does not divide 4 attention heads; change one", {}),
+        ("SMALL --num-query-groups 3", "is 3, which does not divide 4 attention heads; change one", {}),
         ("SMALL --hybrid-layer-pattern M* --mamba-num-groups 1", "Mamba layers are not measured", {}),
         ("SMALL --hidden-size 0", "--hidden-size 0: Expected `int` >= 1; give another value", {}),
         ("SMALL --output /proc/x.json", "/proc/.*x.json", {}),
