@@ -25,7 +25,7 @@ MEASURED = Profile(
     forward=KernelTimes(launch=20.0, tile=0.026, query_tile=0.1),
     backward=KernelTimes(launch=40.0, tile=0.065, query_tile=0.2),
     head_size=128,
-    network=replace(load_profile("gb200-cudnn-9.22").network, gpus_per_node=8),
+    network=replace(load_profile("gb200-cudnn-9.22").network, gpus_per_node=8, link_gb_per_s=30.0),
 )
 NETWORK = MEASURED.network
 
