@@ -74,10 +74,8 @@ class Backend(Protocol):
     """Attention of one call's queries to all keys of the rank.
 
     Shapes: sq query rows of the call, P keys, Hq query heads, a multiple of the Hkv key heads, head size D of queries
-    and keys, Dv of values. Query head h reads key head h
-
-    (Hq / Hkv). Every tensor but `lse` has stride 1 in its last dimension and any strides in the others; k and v may be
-    views of one tensor (`side_by_side`).
+    and keys, Dv of values. Query head h reads key head h // (Hq / Hkv). Every tensor but `lse` has stride 1 in its last
+    dimension and any strides in the others; k and v may be views of one tensor (`side_by_side`).
     """
 
     name: str
