@@ -64,7 +64,11 @@ class AdaptivePacking(Packing):
     def most_step_tokens(self, job: Job) -> int | None:
         if job.whole_documents:
             return None
-        return most_tokens(job.batch_tokens, job.num_micro_batches) if self.delays else job.batch_tokens
+        if not self.delays:
+            return job.batch_tokens
+        # The limit of its tokens, or its target and half a fluid document.
+        half = 1 / (2 * _native.FLUID_SHARE * job.num_micro_batches)
+        return math.ceil((1 + max(_native.TOKEN_BAND, _native.TOKEN_REPAY + half)) * job.batch_tokens)
 
     def policy(self, job: Job) -> "StepPolicy | DelayPolicy":
         return DelayPolicy(job, self.max_delay_steps) if self.delays else StepPolicy(job)
@@ -195,9 +199,3 @@ def _sizes(job: Job, count: int, ranks: int | None = None) -> dict[str, Any]:
         "max_tokens": job.max_tokens,
         "crossover_tokens": job.crossover_tokens,
     }
-
-
-def most_tokens(batch_tokens: int, num_micro_batches: int) -> int:
-    """Return the most tokens of a step with delay: its limit, or its target and half a fluid one."""
-    half = 1 / (2 * _native.FLUID_SHARE * num_micro_batches)
-    return math.ceil((1 + max(_native.TOKEN_BAND, _native.TOKEN_REPAY + half)) * batch_tokens)

@@ -45,13 +45,9 @@ class WlbPacking(Packing):
         if thresholds[0] < 1 or list(thresholds) != sorted(set(thresholds)):
             raise ValueError("give lengths of at least 1 in increasing order, such as paper:32768,65536")
 
-    def thresholds(self, context_length: int) -> tuple[int, ...]:
-        if self.outlier_thresholds is not None:
-            return self.outlier_thresholds
-        return tuple(sorted({max(2, context_length // 2), max(2, 3 * context_length // 4)}))
-
     def policy(self, job: Job) -> "WlbPolicy":
-        return WlbPolicy(job, self.thresholds(job.context_length))
+        default = tuple(sorted({max(2, quarters * job.context_length // 4) for quarters in (2, 3)}))
+        return WlbPolicy(job, default if self.outlier_thresholds is None else self.outlier_thresholds)
 
 
 class WlbPolicy:

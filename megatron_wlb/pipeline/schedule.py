@@ -63,14 +63,9 @@ class Schedule:
         As `get_schedule_table` of megatron/core/pipeline_parallel/schedules.py: groups of micro-batches go through all
         chunks one after the other; backward from the last chunk.
         """
-        micro_batches, group = np.arange(self.micro_batches_per_rank), self.group if self.num_chunks > 1 else 1
-        rows = [
-            (micro_batches // group).repeat(self.num_chunks),
-            np.tile(np.arange(self.num_chunks), self.micro_batches_per_rank),
-            micro_batches.repeat(self.num_chunks),
-        ]
-        order = np.lexsort(rows[::-1])
-        return np.stack((rows[2][order], rows[1][order]), axis=1)
+        chunk, micro_batch = np.indices((self.num_chunks, self.micro_batches_per_rank)).reshape(2, -1)
+        order = np.argsort(micro_batch // self.group, kind="stable")
+        return np.stack((micro_batch, chunk), axis=1)[order]
 
     def warm_up(self, stage: int) -> int:
         """Return the forward passes of `stage` before its first backward; a step may have fewer."""

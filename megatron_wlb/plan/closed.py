@@ -14,7 +14,7 @@ from megatron_wlb.packing.adaptive import AdaptivePacking, placed
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.packer import PackedStep
-from megatron_wlb.plan.step import StepPlan, plan_packed
+from megatron_wlb.plan.step import StepPlan, divided, plan_packed
 
 TIMES_THE_FEWEST = (1, 1.5, 2, 3)
 """Counts of micro-batches that are tried, over the fewest that hold the sequences."""
@@ -67,8 +67,8 @@ def balance(
                 f"{count} {what} do not divide over {job.parallel.dp} data-parallel ranks; give a multiple, or leave "
                 f"{'equal_counts' if what == 'sequences' else 'num_micro_batches'} out"
             )
-    packed, planned = _packed(given.tobytes(), job, num_micro_batches, equal_counts)
-    return plan_packed(packed, planned, dp_rank)
+    job = replace(job, packing=AdaptivePacking(), whole_documents=True)
+    return plan_packed(_packed(given.tobytes(), job, num_micro_batches, equal_counts), job, dp_rank)
 
 
 class _Made(NamedTuple):
@@ -78,8 +78,7 @@ class _Made(NamedTuple):
 
 
 @functools.lru_cache(maxsize=2)
-def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[PackedStep, Job]:
-    """The step, and the job with its number of micro-batches."""
+def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> PackedStep:
     documents = np.zeros(len(given) // 8, DOCUMENT)
     documents["length"] = lengths = np.frombuffer(given, np.int64)
     documents["document"] = np.arange(len(documents))
@@ -111,22 +110,13 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[Pac
     for array in (batch.documents, batch.bounds, batch.ranks, documents):  # which the cache keeps
         if array is not None:
             array.flags.writeable = False
-    packed = PackedStep(step=0, batch=batch, drawn=documents, first=0, position={}, waiting={})
-    return packed, _job(job, len(batch), documents)
-
-
-def _job(job: Job, count: int, documents: np.ndarray) -> Job:
-    """The job of a step of these documents in `count` micro-batches; a rank may have as many tokens as it is dealt."""
-    windows = max(1, int(documents["length"].sum()) // job.context_length)
-    return replace(
-        job, num_micro_batches=count, global_batch_size=windows, packing=AdaptivePacking(), whole_documents=True
-    )
+    return PackedStep(step=0, batch=batch, drawn=documents, first=0, position={}, waiting={})
 
 
 def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | None:
     """The best that is found with `count` micro-batches; None if that many cannot be interleaved or are too few."""
     try:
-        job = _job(job, count, documents)
+        job = job.of_step(count, int(documents["length"].sum()))
     except ValueError:
         return None
     dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
@@ -140,13 +130,12 @@ def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | N
         batch = _apart(documents, work, job) if apart else placed(documents, job, count)
         if batch is None:
             break
-        sums = batch.sums(job.work(batch.documents["length"]))
-        if batch.ranks is None:
-            experts = batch.sums(batch.documents["length"]) * job.expert_crossover_tokens
-            batch = replace(batch, ranks=placement.place(sums, job, experts))
-        paces = sums[batch.ranks][placement.rank_cost(sums[batch.ranks], job).argmax()]
-        time = makespans(job.schedule(), paces[placement.order(paces, job)][None])
-        made.append(_Made(int(time[0]), batch))
+        lengths = batch.documents["length"]
+        sums = batch.sums(job.work(lengths))
+        _, rows, _ = divided(sums, batch.sums(lengths), job, batch.ranks)
+        costliest = sums[rows][placement.rank_cost(sums[rows], job).argmax()]
+        time = makespans(job.schedule(), costliest[placement.order(costliest, job)][None])
+        made.append(_Made(int(time[0]), replace(batch, ranks=rows)))
     return min(made, key=lambda each: each.time, default=None)
 
 

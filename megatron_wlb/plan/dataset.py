@@ -24,17 +24,12 @@ _LOOKED_AT, _BLOCKS = 1 << 16, 256
 class DocumentIndex:
     """Document lengths of a dataset, and where documents begin in its `.bin` file."""
 
-    prefix: str
     lengths: np.ndarray
     """Tokens of each document, int32 [documents]."""
     pointers: np.ndarray
     """First byte of each document in the `.bin` file, int64 [documents]."""
     item_bytes: int
-    bytes: int
-    """Size of the `.bin` file."""
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+    """Bytes of a token there."""
 
 
 def check_index(prefix: str) -> int:
@@ -43,9 +38,9 @@ def check_index(prefix: str) -> int:
     Raises ValueError if a file is missing, truncated, of another format, or without a document.
     """
     path, binary = _files(prefix)
-    lengths, pointers, item_bytes = _mapped(path)
-    _check_size(path, binary, int(pointers[-1]) + int(lengths[-1]) * item_bytes)
-    return len(lengths)
+    index = _mapped(path)
+    _check_size(path, binary, int(index.pointers[-1]) + int(index.lengths[-1]) * index.item_bytes)
+    return len(index.lengths)
 
 
 def read_index(prefix: str) -> DocumentIndex:
@@ -54,14 +49,12 @@ def read_index(prefix: str) -> DocumentIndex:
     Raises ValueError as `check_index`, and for what is inconsistent.
     """
     path, binary = _files(prefix)
-    lengths, pointers, item_bytes = _parse(path)
-    chunks = (slice(begin, begin + _CHUNK) for begin in range(0, len(lengths), _CHUNK))
+    index = _parse(path)
+    chunks = (slice(begin, begin + _CHUNK) for begin in range(0, len(index.lengths), _CHUNK))
     # Unsigned: a damaged pointer near 2^63 must not wrap around to a small one.
-    stops = (pointers[c].view("<u8") + lengths[c].astype("<u8") * item_bytes for c in chunks)
-    size = _check_size(path, binary, max(int(stop.max()) for stop in stops))
-    return DocumentIndex(
-        prefix=prefix.removesuffix(".idx"), lengths=lengths, pointers=pointers, item_bytes=item_bytes, bytes=size
-    )
+    stops = (index.pointers[c].view("<u8") + index.lengths[c].astype("<u8") * index.item_bytes for c in chunks)
+    _check_size(path, binary, max(int(stop.max()) for stop in stops))
+    return index
 
 
 def doubts(prefix: str) -> list[str]:
@@ -71,11 +64,12 @@ def doubts(prefix: str) -> list[str]:
     where the `.bin` file, if it is here, has more than is described.
     """
     path, binary = _paths(prefix)
-    lengths, pointers, item_bytes = _mapped(path)
+    index = _mapped(path)
+    lengths, pointers = index.lengths, index.pointers
     count, elsewhere, end, first = 0, 0, 0, ""
     for begin in range(0, len(lengths), max(_LOOKED_AT, -(-len(lengths) // _BLOCKS))):
         rows = slice(begin, begin + _LOOKED_AT + 1)
-        stops = pointers[rows] + lengths[rows].astype(np.int64) * item_bytes
+        stops = pointers[rows] + lengths[rows].astype(np.int64) * index.item_bytes
         (strange,) = np.nonzero(pointers[rows][1:] != stops[:-1])
         if len(strange) and not first:
             i = int(strange[0])
@@ -98,7 +92,7 @@ def read_lengths(prefix: str) -> np.ndarray:
     """
     path, _ = _paths(prefix)
     _check_file(path)
-    return _parse(path)[0]
+    return _parse(path).lengths
 
 
 def _paths(prefix: str) -> tuple[Path, Path]:
@@ -123,22 +117,21 @@ def _check_file(path: Path) -> None:
         raise ValueError(f"dataset file {path} is a folder, pipe or device; give --data-path files on a disk")
 
 
-def _check_size(path: Path, binary: Path, needed: int) -> int:
+def _check_size(path: Path, binary: Path, needed: int) -> None:
     if (size := binary.stat().st_size) < needed:
         raise ValueError(f"{binary} has {size} bytes, {path} describes {needed}: the file is truncated, build it again")
-    return size
 
 
-def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
+def _parse(path: Path) -> DocumentIndex:
     """Return what `_mapped` does, all of it looked at."""
-    lengths, pointers, item_bytes = _mapped(path)
-    if (lengths < 0).any() or (pointers < 0).any():
+    index = _mapped(path)
+    if (index.lengths < 0).any() or (index.pointers < 0).any():
         raise ValueError(f"{path} holds a negative length or pointer: the file is damaged, build it again")
-    return lengths, pointers, item_bytes
+    return index
 
 
-def _mapped(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return sequence lengths, pointers, and bytes per token; the header is checked."""
+def _mapped(path: Path) -> DocumentIndex:
+    """Return an index of which the header alone is checked."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < _HEADER:
@@ -166,4 +159,5 @@ def _mapped(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
     if not sequences:
         raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
     lengths = np.frombuffer(mapped, "<i4", sequences, _HEADER)
-    return lengths, np.frombuffer(mapped, "<i8", sequences, _HEADER + 4 * sequences), _ITEM_BYTES[code]
+    pointers = np.frombuffer(mapped, "<i8", sequences, _HEADER + 4 * sequences)
+    return DocumentIndex(lengths=lengths, pointers=pointers, item_bytes=_ITEM_BYTES[code])

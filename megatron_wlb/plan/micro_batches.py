@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packer import Packer
@@ -87,13 +86,6 @@ def _steps_left(job: Job, samples: Samples, first_sample: int) -> int:
     return 1 << 30 if samples.order is not None else -(-(len(samples) - first_sample) // job.global_batch_size)
 
 
-def step_time(job: Job, packing: PackedBatch) -> float:
-    """Return a step's time: simulated us, or `step_cost` if `untimed`."""
-    if untimed(job):
-        return step_cost(packing, job)
-    return simulate_step(job, shard_step(job, packing.lengths, packing.ranks)).time
-
-
 def _scaled(job: Job) -> Job:
     """Return the job with about `RANKS` data-parallel ranks, whole groups of those that divide experts."""
     parallel = job.parallel
@@ -103,7 +95,10 @@ def _scaled(job: Job) -> Job:
 
 
 def _measured(job: Job, samples: Samples, first_sample: int, least_steps: int = LEAST_STEPS) -> tuple[float, float]:
-    """Return the time of steps per work, and the mean delay of their tokens in steps."""
+    """Return the time of steps per work, and the mean delay of their tokens in steps.
+
+    Time is simulated, in us, or the work of `step_cost` if `untimed`.
+    """
     packer = Packer(samples, job, first_sample=first_sample)
     warm_up = min(WARM_UP, _steps_left(job, samples, first_sample) // 2) if job.packing.delays else 0
     steps = min(MOST_STEPS, max(least_steps, WINDOWS // job.global_batch_size))
@@ -116,7 +111,10 @@ def _measured(job: Job, samples: Samples, first_sample: int, least_steps: int = 
         packing, lengths = step.batch, step.batch.documents["length"]
         if k < warm_up:
             continue
-        time += step_time(job, packing)
+        if untimed(job):
+            time += step_cost(packing, job)
+        else:
+            time += simulate_step(job, shard_step(job, packing.lengths, packing.ranks)).time
         work += float(job.work(lengths).sum())
         tokens += float(lengths.sum())
         late += float((np.maximum(step.step - packing.documents["arrival"], 0) * lengths).sum())

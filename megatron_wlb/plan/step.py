@@ -100,13 +100,11 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
     """Plan a packed step: place, shard. Raises ValueError for no data-parallel rank of the job."""
     if not 0 <= dp_rank < job.parallel.dp:
         raise ValueError(f"dp_rank is {dp_rank}; give one from 0 to {job.parallel.dp - 1}")
-    batch = packed.batch
-    job = job.of_step(len(batch), int(batch.documents["length"].sum()))
-    work = batch.sums(job.work(batch.documents["length"]))
-    rows, paces = _placed(work, batch.sums(batch.documents["length"]), job, batch.ranks)
-    mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
+    batch, lengths = packed.batch, packed.batch.documents["length"]
+    work = batch.sums(job.work(lengths))
+    job, rows, paces = divided(work, batch.sums(lengths), job, batch.ranks)
     micro_batches = []
-    for documents in map(batch.micro_batch, mine):
+    for documents in map(batch.micro_batch, rows[dp_rank][placement.order(paces[dp_rank], job)]):
         shards = select.shard(documents["length"], job)
         micro_batches.append(
             MicroBatchPlan(step=packed.step, first_sample=packed.first, documents=documents, shards=shards)
@@ -128,9 +126,8 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
 
 def step_cost(batch: PackedBatch, job: Job) -> int:
     """Return the approximate time of the costliest data-parallel rank, in work."""
-    job = job.of_step(len(batch), int(batch.documents["length"].sum()))
-    work = batch.sums(job.work(batch.documents["length"]))
-    _, paces = _placed(work, batch.sums(batch.documents["length"]), job, batch.ranks)
+    lengths = batch.documents["length"]
+    job, _, paces = divided(batch.sums(job.work(lengths)), batch.sums(lengths), job, batch.ranks)
     return int(placement.rank_cost(paces, job).max())
 
 
@@ -141,21 +138,24 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray], ranks: np.ndarray | None
     rank, int64 [dp, M / dp], if they are dealt already.
     """
     tokens = np.array([each.sum() for each in lengths])
-    job = job.of_step(len(lengths), int(tokens.sum()))
     work = np.array([job.work(each).sum() for each in lengths])
-    rows, paces = _placed(work, tokens, job, ranks)
+    job, rows, paces = divided(work, tokens, job, ranks)
     mine = [row[placement.order(pace, job)] for row, pace in zip(rows, paces, strict=True)]
     return [[select.shard(lengths[i], job) for i in row] for row in mine]
 
 
-def _placed(
-    work: np.ndarray, tokens: np.ndarray, job: Job, rows: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return micro-batches of data-parallel ranks, `rows` if memory holds them, and `paces`, int64 [dp, M / dp]."""
+def divided(
+    work: np.ndarray, tokens: np.ndarray, job: Job, rows: np.ndarray | None
+) -> tuple[Job, np.ndarray, np.ndarray]:
+    """Return the job of a step of micro-batches of `work` and `tokens`, int64 [M] each, and how ranks divide them.
+
+    That is the micro-batches of data-parallel ranks, `rows` if memory holds them, and `paces`, int64 [dp, M / dp].
+    """
+    job = job.of_step(len(work), int(tokens.sum()))
     experts = tokens * job.expert_crossover_tokens
     if rows is None or tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
         rows = placement.place(work, job, experts, tokens)
-    return rows, placement.paces(work[rows], experts[rows], job)
+    return job, rows, placement.paces(work[rows], experts[rows], job)
 
 
 def _words(numbers: np.ndarray) -> str:

@@ -37,9 +37,8 @@ def refused(prefix, message, readers=(read_index, check_index)):
 @pytest.mark.parametrize(("code", "item_bytes"), [(1, 1), (2, 1), (3, 2), (4, 4), (5, 8), (6, 8), (7, 4), (8, 2)])
 def test_a_document_is_a_sequence_however_many_make_one_of_upstreams(tmp_path, code, item_bytes):
     prefix = write(tmp_path, [3, 1, 0, 4, 2], [0, 0, 2, 2, 4, 5, 5], code=code)
-    check_index(prefix)
     index = read_index(f"{prefix}.idx")
-    assert (len(index), index.prefix, index.item_bytes, index.bytes) == (5, prefix, item_bytes, 10 * item_bytes)
+    assert (check_index(prefix), index.item_bytes) == (5, item_bytes)
     assert index.lengths.tolist() == read_lengths(prefix).tolist() == [3, 1, 0, 4, 2]
     assert index.pointers.tolist() == [place * item_bytes for place in (0, 3, 4, 4, 8)]
 
@@ -129,17 +128,14 @@ def test_damaged_index(tmp_path, changes, message):
         ({"size": 999}, [r"data.bin has 999 bytes, and .*data.idx describes the first 32; build it again if it is no"]),
         (
             {"pointers": [0, 12, 4]},
-            [r"1 of 2 documents of .* \(the first: document 2 at byte 4, where .* ends at 16\)", "20"],
+            [
+                r"1 of 2 documents of .*data.idx do not begin .* first: document 2 at byte 4, where .* ends at 16\)",
+                "20",
+            ],
         ),
-        (
-            {"pointers": [0, 8, 12]},
-            [r"1 of 2 documents of .* \(the first: document 1 at byte 8, where .* ends at 12", "28"],
-        ),
+        ({"pointers": [0, 8, 12]}, [r"1 of 2 documents of .* \(the first: document 1 at byte 8, .* ends at 12", "28"]),
         ({"pointers": [8, 20, 24], "size": 40}, []),
-        (
-            {"pointers": [0, 20, 24], "size": 40},
-            [r"1 of 2 documents of .*data.idx do not begin where the one before en"],
-        ),
+        ({"pointers": [0, 20, 24], "size": 40}, ["1 of 2 documents of "]),
     ],
 )
 def test_what_is_legal_and_seldom_meant_is_said_with_its_numbers(tmp_path, monkeypatch, changes, said):
