@@ -148,19 +148,19 @@ def test_fixed_spreads_the_last_documents():
 
 @settings(max_examples=2 * settings().max_examples)
 @given(
-    name=st.sampled_from(["original", "fixed", "wlb", "adaptive"]),
+    packing=st.sampled_from(
+        [
+            OriginalPacking(),
+            *(FixedPacking(global_batches=k) for k in (1, 2, 4)),
+            *(WlbPacking(outlier_thresholds=lengths) for lengths in (None, (1, 2), (7, 15))),
+            AdaptivePacking(max_delay_steps=20),
+        ]
+    ),
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40),
     num_micro_batches=st.integers(1, 5),
     context_length=st.integers(1, 30),
-    global_batches=st.integers(1, 4),
 )
-def test_data_runs_once_and_to_its_end(name, lengths, num_micro_batches, context_length, global_batches):
-    packing = {
-        "original": OriginalPacking(),
-        "fixed": FixedPacking(global_batches=global_batches),
-        "wlb": WlbPacking(outlier_thresholds=(max(1, context_length // 4), max(2, context_length // 2))),
-        "adaptive": AdaptivePacking(max_delay_steps=20),
-    }[name]
+def test_data_runs_once_and_to_its_end(packing, lengths, num_micro_batches, context_length):
     described = job(packing=packing, num_micro_batches=num_micro_batches, context_length=context_length)
     data, ran = samples([*lengths, 31], context_length=context_length), []
     longest = context_length if packing.fixed_length else described.max_tokens
@@ -173,7 +173,7 @@ def test_data_runs_once_and_to_its_end(name, lengths, num_micro_batches, context
 
     rows, expected = np.concatenate(ran), data.pieces(0, len(data))
     np.testing.assert_array_equal(tokens(rows), tokens(expected))
-    if name != "fixed":
+    if packing.name != "fixed":
         assert len(rows) == len(expected), "nothing is cut"
     # Parts of what is cut run in their order.
     order = np.argsort(rows["index"], kind="stable")
@@ -200,6 +200,7 @@ def test_a_policy_and_its_parameter_are_one_word():
         "": "--wlb-packing is ''; choose one of",
         "megatron:3": "--wlb-packing megatron:3: megatron packing has no parameter '3'; leave it out",
         "paper:9,7": "--wlb-packing paper:9,7: give lengths of at least 1 in increasing order",
+        "paper:7,7": "--wlb-packing paper:7,7: give lengths of at least 1 in increasing order",
         "paper:x": "--wlb-packing paper:x: 'x' must be integers, such as 32768,65536",
         "adaptive:19": "--wlb-packing adaptive:19: give a delay from 20, half of which place what is late, to",
         "adaptive:-1": "--wlb-packing adaptive:-1: give a delay from 20",

@@ -50,13 +50,11 @@ def test_layers_are_those_that_upstream_builds(pp, vpp):
             try:
                 expected = built(split, num_layers, pp, vpp)
             except AssertionError:
-                expected = None
-            if expected is None:
                 with pytest.raises(ValueError, match=f"{num_layers} layers"):
                     split.layers(num_layers, pp, vpp)
-            else:
-                assert np.array_equal(split.layers(num_layers, pp, vpp), expected), (split, num_layers)
-                taken += 1
+                continue
+            assert np.array_equal(split.layers(num_layers, pp, vpp), expected), (split, num_layers)
+            taken += 1
     assert taken > 5
 
 
@@ -77,11 +75,8 @@ def random_layout(draw):
     return f"E{''.join(parts)}L"
 
 
-@pytest.mark.parametrize(
-    "layouts", [LAYOUTS, [*map(random_layout, map(random.Random, range(40)))]], ids=["given", "random"]
-)
-def test_layouts_are_read_as_upstream_does(layouts):
-    for layout in layouts:
+def test_layouts_are_read_as_upstream_does():
+    for layout in (*LAYOUTS, *map(random_layout, map(random.Random, range(40)))):
         split = Split(pipeline_model_parallel_layout=layout)
         stages = len(PipelineParallelLayerLayout.parse_str_to_list(layout))
         assert split.num_virtual_stages == stages, layout

@@ -17,18 +17,13 @@ from tests import jobs
 from tests.jobs import job, samples
 from tests.packing.steps import steps_of, tokens
 
-C, N = 64, 4
+C = 64
 SAME_STEP = {"original": OriginalPacking(), "adaptive": AdaptivePacking(), "fixed": FixedPacking()}
 WITH_DELAY = {
     "fixed of three": FixedPacking(global_batches=3),
     "wlb": WlbPacking(outlier_thresholds=(C // 4, C // 2)),
     "adaptive with delay": AdaptivePacking(max_delay_steps=20),
 }
-
-
-@pytest.fixture(params=SAME_STEP.values(), ids=SAME_STEP)
-def same_step(request):
-    return request.param
 
 
 @pytest.fixture(params=WITH_DELAY.values(), ids=WITH_DELAY)
@@ -65,6 +60,7 @@ def assert_every_token_once(steps):
     np.testing.assert_array_equal(tokens(documents), tokens(DATA.pieces(0, len(DATA))))
 
 
+@pytest.mark.parametrize("same_step", SAME_STEP.values(), ids=SAME_STEP)
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_step_trains_its_own_samples_wherever_a_run_begins(same_step, whole):
     """Nothing waits: the number of samples trained is all that a run needs to go on, with any number of them a step."""
@@ -143,9 +139,6 @@ def test_the_original_work_is_that_of_the_samples_drawn():
     rows["index"], rows["length"] = [64, 84, 128, 320], [20, 44, 64, 7]
     assert original_work(rows, described).tolist() == [20 * 52 + 44 * 76, 64 * 96, 7 * 39]
     assert original_work(rows[:0], described).tolist() == []
-    step = packer_of(AdaptivePacking()).next()
-    work = [int((each["length"] * (each["length"] + 32)).sum()) for each in (DATA.pieces(i, i + 1) for i in range(N))]
-    assert original_work(step.drawn, described).tolist() == work
 
 
 def test_delays_by_hand():
@@ -161,17 +154,12 @@ def test_a_run_goes_on_with_other_micro_batches(with_delay, num_micro_batches, n
     steps = [packer.next() for _ in range(num_steps)]
     # Other thresholds too, so that what waits changes its queue.
     changed = WlbPacking(outlier_thresholds=(20, 40, 60)) if with_delay.name == "paper" else with_delay
-    how = {"num_micro_batches": num_micro_batches, "max_tokens": 2 * C}
-    resumed = packer_of(changed, **how)
+    resumed = packer_of(changed, num_micro_batches=num_micro_batches, max_tokens=2 * C)
     resumed.load_state(through_json(steps[-1].state))
     assert resumed.step == num_steps
     later = list(steps_of(resumed))
     assert all(len(step.batch) == num_micro_batches for step in later)
     assert_every_token_once(steps + later)
-
-    again = packer_of(changed, **how)
-    again.load_state(through_json(later[2].state))
-    assert_same_step(again.next(), later[3])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -39,31 +40,23 @@ def test_a_plan_is_packed_placed_and_sharded(packing, experts):
     packers = [packer_of(described) for _ in range(3)]
     for _ in range(6):
         packed = packers[2].next()
+        batch, lengths = packed.batch, packed.batch.documents["length"]
         plans = [plan_step(packers[rank], described, rank) for rank in range(2)]
-        work = packed.batch.sums(document_work(packed.batch.documents["length"], 32))
-        by_experts = packed.batch.sums(packed.batch.documents["length"]) * described.expert_crossover_tokens
-        rows = packed.batch.ranks
-        assert (rows is None) == (packing != AdaptivePacking() or bool(experts))
-        if rows is None:
-            rows = placement.place(work, described, by_experts)
-        paces = placement.paces(work[rows], by_experts[rows], described)
-        assert (paces[0] == paces[1]).all() if experts else (paces == work[rows]).all()
-        assert step_cost(packed.batch, described) == placement.rank_cost(paces, described).max()
+        assert (batch.ranks is None) == (packing != AdaptivePacking() or bool(experts))
         assert {p.digest for p in plans} == {plans[0].digest}
-        for rank, plan in enumerate(plans):
-            np.testing.assert_array_equal(plan.batch.documents, packed.batch.documents)
-            np.testing.assert_array_equal(plan.work, work)
-            assert (plan.step, plan.tokens) == (packed.step, packed.batch.documents["length"].sum())
-            assert plan.delays == delays(packed.batch, packed.step)
-            assert (plan.packed.num_waiting, plan.packed.state) == (packed.num_waiting, packed.state)
-            mine = rows[rank][placement.order(paces[rank], described)]
-            for micro_batch, i in zip(plan.micro_batches, mine, strict=True):
-                documents = packed.batch.micro_batch(i)
-                shards = select.shard(documents["length"], described)
-                np.testing.assert_array_equal(micro_batch.documents, documents)
-                np.testing.assert_array_equal(micro_batch.shards.lengths, shards.lengths)
-                assert micro_batch.tokens == documents["length"].sum()
-                assert micro_batch.padded_tokens % described.unit_tokens == 0
+        for plan in plans:
+            np.testing.assert_array_equal(plan.batch.documents, batch.documents)
+            np.testing.assert_array_equal(plan.work, batch.sums(document_work(lengths, 32)))
+            assert (plan.step, plan.tokens, plan.packed.state) == (packed.step, lengths.sum(), packed.state)
+            assert plan.delays == delays(batch, packed.step)
+            assert all(m.padded_tokens % described.unit_tokens == 0 for m in plan.micro_batches)
+        of_ranks = [[m.documents for m in plan.micro_batches] for plan in plans]
+        assert sorted(i for m in chain(*of_ranks) for i in m["index"]) == sorted(batch.documents["index"])
+        work = np.array([[document_work(m["length"], 32).sum() for m in rank] for rank in of_ranks])
+        tokens = np.array([[m["length"].sum() for m in rank] for rank in of_ranks])
+        paces = placement.paces(work, tokens * described.expert_crossover_tokens, described)
+        assert all(placement.order(pace, described).tolist() == [0, 1, 2, 3] for pace in paces), "the best comes first"
+        assert step_cost(batch, described) == placement.rank_cost(paces, described).max()
         for plan, row in zip(plans, shard_step(described, packed.batch.lengths, packed.batch.ranks), strict=True):
             assert [m.shards.lengths.tolist() for m in plan.micro_batches] == [s.lengths.tolist() for s in row]
 
