@@ -200,6 +200,7 @@ def test_a_policy_and_its_parameter_are_one_word():
         "": "--wlb-packing is ''; choose one of",
         "megatron:3": "--wlb-packing megatron:3: megatron packing has no parameter '3'; leave it out",
         "paper:9,7": "--wlb-packing paper:9,7: give lengths of at least 1 in increasing order",
+        "paper:7,7": "--wlb-packing paper:7,7: give lengths of at least 1 in increasing order",
         "paper:x": "--wlb-packing paper:x: 'x' must be integers, such as 32768,65536",
         "adaptive:19": "--wlb-packing adaptive:19: give a delay from 20, half of which place what is late, to",
         "adaptive:-1": "--wlb-packing adaptive:-1: give a delay from 20",
