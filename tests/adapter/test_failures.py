@@ -4,6 +4,7 @@ Each is an error that says what and where, never a wait without end; and what wa
 """
 
 import contextlib
+import multiprocessing
 import os
 import resource
 import signal
@@ -72,7 +73,7 @@ def test_what_ends_the_planner_reaches_the_training_loop(size, error, dataset, t
 
 def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, tmp_path, monkeypatch):
     """As launchers and clusters send it; the process that reads ahead gets it, too, and reads the rest of the step."""
-    forward, rows = Training.forward_step, data.Reading.rows
+    forward, rows, load = Training.forward_step, data.Reading.rows, Training.load
     sent, reads = tmp_path / "sent", tmp_path / "reads"
 
     def signalled(self, *args, **kwargs):
@@ -87,6 +88,11 @@ def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, t
                 file.write(f"{os.getpid()}\n")
         return rows(self, *args)
 
+    def spawning(self, *args):
+        multiprocessing.set_start_method("spawn", force=True)  # what reads is forked even so: it has what is here
+        load(self, *args)
+
+    monkeypatch.setattr(Training, "load", spawning)
     monkeypatch.setattr(Training, "forward_step", signalled)
     monkeypatch.setattr(data.Reading, "rows", noted)
     flags = "--num-workers 1 --exit-signal-handler --train-iters 4 --save-interval 9 --ckpt-format torch".split()
