@@ -32,6 +32,7 @@ from megatron_wlb.cli.main import Parser, in_one_line
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import parallel_of
+from megatron_wlb.describe.refusals import NO_INTERVAL
 from megatron_wlb.job import Parallel
 from rehearsal.build import transformer_engine
 from rehearsal.run import chosen, rehearse, verdict
@@ -55,9 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=integer(1, 1 << 14), default=6, metavar="K", help="steps to run; default: 6")
     parser.add_argument("--json", metavar="FILE", help="numbers to write; - for standard output")
     parser.add_argument("--html", metavar="FILE", help="memory over time to write, in pictures")
-    own, flags, command = parser.divide(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args([*own, *flags])
-    return in_one_line(parser.prog, lambda: run(args, command))
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:end])
+    return in_one_line(parser.prog, lambda: run(args, words[end + 1 :]))
 
 
 def run(args: argparse.Namespace, command: list[str]) -> int:
@@ -107,7 +109,7 @@ def task_of(args: argparse.Namespace, command: list[str], notes: list[str]) -> t
         stated = stated | {name: value for name, value in wlb_values(launched).items() if value is not None}
     wlb = bool(stated.get("wlb"))
     if stated.get("log_interval") == 0:
-        raise ValueError("--log-interval is 0, by which upstream divides after the first step; give 1 or more")
+        raise ValueError(NO_INTERVAL)
     arguments = MegatronArguments.of({"world_size": launched.world_size} | stated)
     parallel = parallel_of(arguments)
     script, flags = _script(command, wlb)

@@ -117,8 +117,8 @@ def run_of(args: argparse.Namespace) -> Run:
     """Return the run of `add_job_flags` and `Parser.divide`. Raises ValueError for contradictions."""
     if args.log is not None and args.launched:
         raise ValueError(f"{short(args.log)} and a command behind --; give one of them")
-    launched = given = read_flags(args.flags)
-    wlb_values(given)
+    launched, given = Launched({}, [], "flags"), read_flags(args.flags)
+    wlb_values(given)  # those of a log need not be known
     typed = given.stated
     if args.log is not None:
         launched = read_log(args.log)

@@ -21,10 +21,12 @@ from megatron_wlb.describe.shape import DELTA_NETS
 
 MOST_BYTES = 1 << 28
 """Largest log that is read. `BLOCK` cuts a larger one."""
+LONGEST_VALUE = 1 << 18
+"""Longest argument in a log, in characters, that is parsed as more than text."""
 LIKE_A_WORD = 0.7
 """Share of letters from which on a word is taken for another, misspelt; none of Megatron's own flags is."""
 MOST_VALUES = 1 << 20
-"""Most characters of all arguments in a log."""
+"""Most characters of arguments in a log that are parsed as more than text, in all."""
 BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
 """Shell command that prints the argument blocks of a log."""
 END_OF_ARGUMENTS = "- end of arguments -"
@@ -123,7 +125,7 @@ def arguments_of(text: str, name: str) -> Launched:
         )
     lines = text[begins[-1] : end].splitlines()
     texts = {m[1]: files.printable(m[2]).strip() for line in lines if (m := _ARGUMENT.search(line))}
-    if sum(map(len, texts.values())) > MOST_VALUES:
+    if sum(len(text) for text in texts.values() if len(text) <= LONGEST_VALUE) > MOST_VALUES:
         raise ValueError(f"{short(name)}: its arguments have over {MOST_VALUES >> 20} MiB, the limit; {_REMEDY}")
     found = _renamed({argument: _value_of(text) for argument, text in texts.items()})
     if not all(isinstance(found.get(name), int) for name in ("num_layers", "world_size")):
@@ -309,7 +311,7 @@ def _number(text: str) -> Any:
 
 def _value_of(text: str) -> Any:
     """Parse a value as Megatron printed it; returns the text if it is no literal."""
-    if not re.fullmatch(r"[\[(].*[\])]|-?[\d.e+-]+|None|True|False", text):
+    if len(text) > LONGEST_VALUE or not re.fullmatch(r"[\[(].*[\])]|-?[\d.e+-]+|None|True|False", text):
         return text
     try:
         return ast.literal_eval(text)

@@ -34,8 +34,9 @@ def flag_of(name: str) -> str:
 
 _Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Ranks = Annotated[int, Meta(ge=1, le=1 << 17)]
-_Tokens = Annotated[int, Meta(ge=1, le=1 << 26)]
-_Layers = Annotated[int, Meta(ge=0, le=1 << 12)]
+_Words = Annotated[int, Meta(ge=1, le=1 << 24)]
+_Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
+_LayersOrNone = Annotated[int, Meta(ge=0, le=1 << 12)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class MegatronArguments:
     None means Megatron's default, or a value that follows from other arguments.
     """
 
-    num_layers: Annotated[int, Meta(ge=1, le=1 << 12)] | None = None
+    num_layers: _Layers | None = None
     hidden_size: _Size | None = None
     num_attention_heads: _Size | None = None
     group_query_attention: bool = False
@@ -54,9 +55,9 @@ class MegatronArguments:
     ffn_hidden_size: _Size | None = None
     swiglu: bool | None = None
     qk_layernorm: bool | None = None
-    mtp_num_layers: _Layers | None = None
-    vocab_size: _Tokens | None = None
-    padded_vocab_size: _Tokens | None = None
+    mtp_num_layers: _LayersOrNone | None = None
+    vocab_size: _Words | None = None
+    padded_vocab_size: _Words | None = None
     make_vocab_size_divisible_by: _Size = 128
     transformer_impl: str = "transformer_engine"
     window_size: tuple[int, int] | str | None = None
@@ -96,7 +97,7 @@ class MegatronArguments:
     sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
     data_cache_path: str | None = None
     seed: Annotated[int, Meta(ge=0, le=1 << 62)] = 1234
-    seq_length: _Tokens | None = None
+    seq_length: Annotated[int, Meta(ge=1, le=1 << 26)] | None = None
     global_batch_size: _Size | None = None
     micro_batch_size: _Size = 1
     world_size: _Ranks | None = None
@@ -107,13 +108,13 @@ class MegatronArguments:
     expert_tensor_parallel_size: _Ranks | None = None
     sequence_parallel: bool = False
     virtual_pipeline_model_parallel_size: int | None = None
-    num_virtual_stages_per_pipeline_rank: _Size | None = None
-    num_layers_per_virtual_pipeline_stage: _Size | None = None
+    num_virtual_stages_per_pipeline_rank: _Layers | None = None
+    num_layers_per_virtual_pipeline_stage: _Layers | None = None
     microbatch_group_size_per_vp_stage: _Size | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
-    decoder_first_pipeline_num_layers: _Layers | None = None
-    decoder_last_pipeline_num_layers: _Layers | None = None
+    decoder_first_pipeline_num_layers: _LayersOrNone | None = None
+    decoder_last_pipeline_num_layers: _LayersOrNone | None = None
     pipeline_model_parallel_layout: str | None = None
     use_tp_pp_dp_mapping: bool = False
     overlap_p2p_comm: bool = True
@@ -121,9 +122,9 @@ class MegatronArguments:
     recompute_activations: bool = False
     recompute_granularity: Annotated[str, Meta(pattern="^(full|selective)$")] | None = None
     recompute_method: Annotated[str, Meta(pattern="^(uniform|block)$")] | None = None
-    recompute_num_layers: _Layers | None = None
+    recompute_num_layers: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     recompute_modules: tuple[str, ...] | None = None
-    cpu_offloading_num_layers: _Layers = 0
+    cpu_offloading_num_layers: _LayersOrNone = 0
     hidden_dropout: float = 0.1
     fp8: str | None = None
     fp8_recipe: str = "delayed"

@@ -65,6 +65,7 @@ def _mamba_heads(a: Any) -> int:
     return counted if "M" in (a.hybrid_layer_pattern or "") else 0
 
 
+NO_INTERVAL = "--log-interval is 0, by which upstream divides after the first step; give 1 or more"
 _REFUSALS: dict[str, Callable[[Any], Any]] = {
     "--experimental-attention-variant {a.experimental_attention_variant} is not supported; give gated_delta_net": (
         lambda a: a.experimental_attention_variant not in (None, *DELTA_NETS)
@@ -161,9 +162,7 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
     "--apply-layernorm-1p is not supported with --transformer-impl local; leave one of them out": lambda a: (
         a.transformer_impl == "local" and a.layernorm_zero_centered_gamma
     ),
-    "--log-interval is 0, by which upstream divides after the first step; give 1 or more": lambda a: (
-        a.log_interval == 0
-    ),
+    NO_INTERVAL: lambda a: a.log_interval == 0,
     (
         "--rerun-mode report_stats: upstream takes the flag and fails at its start, since it calls this mode otherwise "
         "inside; give validate_results or disabled"

@@ -11,6 +11,7 @@ from megatron_wlb.describe.arguments import MegatronArguments, flag_of, short
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.model import (
     DELTA_NET,
+    EXPERTS,
     FULL,
     MAMBA,
     MODELS,
@@ -114,10 +115,12 @@ def _window(given: tuple[int, int] | str | None) -> int | None:
 
 
 def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
-    """Return the kinds of layers, not yet checked."""
+    """Return the kinds of layers; `ModelShape` checks them."""
     kinds = [FULL] * count
     if a.hybrid_layer_pattern:
         kinds = list(a.hybrid_layer_pattern.replace("|", ""))
+        if EXPERTS in kinds and not a.num_experts:
+            raise ValueError("--hybrid-layer-pattern has E without --num-experts; give both or none")
     elif a.experimental_attention_variant in DELTA_NETS:
         linear = _flags("linear_attention_freq", a.linear_attention_freq or "", count)
         kinds = [DELTA_NET if each else FULL for each in linear]

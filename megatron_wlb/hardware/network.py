@@ -77,8 +77,9 @@ class Network:
 
     def point_to_point(self, num_bytes: np.ndarray, group: Group) -> np.ndarray:
         """Return the time of a message between neighbours, within or between nodes."""
-        one_node, gather = group.size * group.stride <= self.gpus_per_node, self.all_gather
-        bandwidth = np.interp(2, gather.ranks, gather.gb_per_s) if one_node else self.link_gb_per_s
+        one_node = group.size * group.stride <= self.gpus_per_node
+        neighbours = Group(size=2, stride=1)
+        bandwidth = self._within_node("all_gather", neighbours)[2] if one_node else self.link_gb_per_s
         return self.hop_us + num_bytes / bandwidth / 1e3
 
     def _within_node(self, name: str, group: Group) -> tuple[int, float, float]:

@@ -129,7 +129,7 @@ def test_layouts(stated, expected):
         ({"hybrid_layer_pattern": "MG", "linear_num_value_heads": 24}, "-key-heads 16 does not divide .* 24;"),
         ({"hybrid_layer_pattern": "M*", "mamba_num_heads": 12}, "-num-groups 8 does not divide 12 heads of Mamba"),
         ({"hybrid_layer_pattern": "M*", "mamba_head_dim": 1 << 20}, "does not divide 0 heads of Mamba layers"),
-        ({"hybrid_layer_pattern": "*E"}, "pattern has E without moe_router_topk .--num-experts.; give both"),
+        ({"hybrid_layer_pattern": "*E"}, "--hybrid-layer-pattern has E without --num-experts"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
     ],
 )  # fmt: skip

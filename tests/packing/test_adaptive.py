@@ -259,3 +259,11 @@ def test_bad_values_are_refused(changes, message):
     """Without a message, by their type."""
     with pytest.raises(TypeError if message is None else ValueError, match=message and f"^{message}$"):
         _native.choose_adaptive(**ARGUMENTS | changes)
+
+
+def test_a_large_step_is_as_by_the_reference():
+    lengths = np.clip(np.random.default_rng(1).lognormal(7.5, 1.5, 6_000), 1, 131_072).astype(np.int64)
+    sizes = {"total_weight": 11, "largest_weight": 55, "unit_weight": 16, "num_micro_batches": 64, "ranks": 8}
+    limits = {"max_tokens": 163_840, "batch_tokens": 64 * 131_072, "crossover_tokens": 50_000, "max_delay_steps": 20}
+    rows, bounds = both(lengths, document_work(lengths, 50_000), np.arange(6_000) // 2000, 2, 0, **sizes, **limits)
+    assert 100 < len(rows) == bounds[-1]

@@ -182,3 +182,19 @@ def test_samples_are_those_of_their_parts_one_by_one(data, whole, order):
         with pytest.raises(ValueError, match=ends.format(5, len(made) + 1, len(made))):
             made.pieces(5, len(made) + 1)
     assert len(made.pieces(3, 3)) == 0
+
+
+def test_other_seeds_give_other_orders():
+    orders = [windows(LONG, 64, seed=seed) for seed in (0, 1)]
+    for name in ("document_index", "shuffle_index"):
+        one, other = (getattr(order, name) for order in orders)
+        assert (one != other).mean() > 0.9 and sorted(one) == sorted(other)
+
+
+def test_an_epoch_of_whole_documents_has_each_once():
+    made = samples(LONG, whole=True)
+    rows, lengths = made.pieces(0, len(made)), LONG[made.parts[0].document_index]
+    rows.sort(order=["document", "offset"])
+    pieces = [(k, cut, min(64, n - cut)) for k, n in enumerate(lengths) for cut in range(0, n, 64)]
+    assert rows[["document", "offset", "length"]].tolist() == pieces[: len(rows)]
+    assert sum(length for _, _, length in pieces[len(rows) :]) <= 64

@@ -191,3 +191,8 @@ def test_a_rank_whose_documents_live_nowhere_else_takes_part():
     """Of the first document, ranks 0 and 1 hold a half each; all others are whole, on one rank."""
     answers = run_world(_calls, 4, [16] + [8] * 6, "per-sequence", {})
     assert [moved for _, moved in answers] == [[(8, 0)], [(0, 8)], [(0, 0)], [(0, 0)]]
+
+
+def test_only_documents_on_several_ranks_are_exchanged():
+    # Per sequence, documents of which every rank holds whole ones need no communication at all.
+    assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [([], [])] * 2

@@ -111,6 +111,7 @@ def test_auto_takes_the_first_that_works_and_says_why_not_the_others(choose):
     [
         ((8, 0), False, "auto", ["aten", "te"]),
         ((9, 0), False, "auto", ["flash_attn_3", "te", "aten"]),
+        ((10, 0), False, "auto", ["flash_attn_3", "te", "aten"]),
         ((9, 0), True, "auto", ["flash_attn_3", "aten", "te"]),
         ((8, 0), False, "flash", ["aten"]),
         ((9, 0), False, "flash", ["flash_attn_3", "aten"]),
@@ -132,6 +133,7 @@ def test_backends_are_preferred_by_device_among_those_that_megatron_asks_for(
     [
         ("fa9", "cpu", HEAD_SIZES, "unknown attention backend 'fa9'; choose one of auto, aten, flash_attn_3, "),
         ("aten", "cpu", HEAD_SIZES, "'aten' is not available on device 'cpu': it runs on cuda; choose one of"),
+        ("cpu", "cuda:1", HEAD_SIZES, "'cpu' is not available on device 'cuda:1'"),
         ("auto", "meta", HEAD_SIZES, "no attention backend works on device 'meta' .none is made for it."),
         ("aten", "cuda", (192, 128), "'aten' needs value heads of the size of key heads, 192, .* flash_attn_3 or te"),
     ],
