@@ -81,6 +81,11 @@ class Parallel:
         return self.ep * self.expert_tp
 
     @property
+    def copies(self) -> tuple[int, int]:
+        """Ranks that have the same weights and divide their optimizer: outside of experts, and of an expert."""
+        return self.dp * self.cp, self.dp * self.cp * self.tp // self.expert_ranks
+
+    @property
     def expert_dp_ranks(self) -> int:
         """Neighbouring data-parallel ranks that wait for each other's experts.
 
@@ -121,6 +126,12 @@ class Recompute:
     @property
     def dropped(self) -> tuple[str, ...]:
         return self.modules if self.granularity == "selective" else ()
+
+    def whole(self, layers: np.ndarray) -> np.ndarray:
+        """Return how many of the `layers` of a virtual stage run again as a whole; float64, as `layers`."""
+        if self.granularity != "full":
+            return np.zeros(np.shape(layers))
+        return np.minimum(self.num_layers or 0, layers) if self.method == "block" else np.asarray(layers, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

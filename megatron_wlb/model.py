@@ -99,6 +99,10 @@ class ModelShape:
     """Norms of Q and K."""
     moe_router_topk: int = 0
     """Experts that a token goes to; 0: a dense model."""
+    num_experts: int = 0
+    """Experts of a layer; 0: those of a token."""
+    shared_ffn_hidden_size: int = 0
+    """The part of `ffn_hidden_size` that is of shared experts."""
     mtp_num_layers: int = 0
     """Layers for multi-token prediction, on the last stage: each with a joining matrix before and the output layer
     after it."""
@@ -234,9 +238,10 @@ class ModelShape:
 
     def matrices_of(self, kind: str) -> list[Matrix]:
         """Return the matrices of a layer, in the order in which rows meet them."""
-        return [matrix for part in self.parts_of(kind) for matrix in self._part(part)]
+        return [matrix for part in self.parts_of(kind) for matrix in self.part(part)]
 
-    def _part(self, part: str) -> list[Matrix]:
+    def part(self, part: str) -> list[Matrix]:
+        """Return the matrices of a part of layers, in the order in which rows meet them."""
         if mixer := self.mixer_of(part):
             into = Matrix("mixer", mixer.projected, self.hidden_size, "outputs")
             return [into, Matrix("mixer", self.hidden_size, mixer.inner, "inputs")]
@@ -254,11 +259,18 @@ class ModelShape:
     def matrices(self) -> list[Matrix]:
         """The matrices of all parts of layers."""
         parts = "".join(map(self.parts_of, self.kinds)).replace(WINDOWED, FULL)
-        return [matrix for part in dict.fromkeys(parts) for matrix in self._part(part)]
+        return [matrix for part in dict.fromkeys(parts) for matrix in self.part(part)]
 
     def weights_of(self, kind: str, part: str = "") -> int:
         """Return the weights of the matrices of a layer, or of a part of it."""
         return sum(matrix.weights for matrix in self.matrices_of(kind) if part in ("", matrix.part))
+
+    def held_weights_of(self, kind: str) -> tuple[int, int]:
+        """Return the weights of all matrices of a layer but those of routed experts, and of these."""
+        shared = self.shared_ffn_hidden_size / self.ffn_hidden_size
+        of_token = int(self.weights_of(kind, "experts") * (1 - shared))
+        held = of_token * (self.num_experts or self.moe_router_topk) // max(1, self.moe_router_topk)
+        return self.weights_of(kind) - of_token, held
 
     def _mean(self, values: Mapping[str, int]) -> int:
         return sum(values[kind] * self.layer_kinds.count(kind) for kind in self.kinds) // self.num_layers
@@ -332,6 +344,7 @@ def latent_sizes(
     }
 
 
+_EXPERTS = {"moe_router_topk": 8, "num_experts": 128, "qk_layernorm": True}
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 _V2_LITE, _V3 = (latent_sizes(q_lora_rank=rank, **_DEEPSEEK) for rank in (None, 1536))
 MODELS = {
@@ -342,10 +355,17 @@ MODELS = {
     "codellama-34b": shape(48, 8192, 22016, 64, 8, 32000),
     "llama2-70b": shape(80, 8192, 28672, 64, 8, 32000),
     "llama3-405b": shape(126, 16384, 53248, 128, 8, 128256),
-    "deepseek-v2-lite": shape(27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, **_V2_LITE),
-    "deepseek-v3": shape(61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, **_V3),
+    "qwen3-30b-a3b": shape(48, 2048, 8 * 768, 32, 4, 151936, **_EXPERTS),
+    "qwen3-235b-a22b": shape(94, 4096, 8 * 1536, 64, 4, 151936, **_EXPERTS),
+    "deepseek-v2-lite": shape(
+        27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, num_experts=64, shared_ffn_hidden_size=2816, **_V2_LITE
+    ),
+    "deepseek-v3": shape(
+        61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, num_experts=256, shared_ffn_hidden_size=2048, **_V3
+    ),
 }
 """llama2-7b, codellama-34b, llama2-70b: published (Touvron et al. 2023, Roziere et al. 2023); llama3-8b, llama3-405b:
-The Llama 3 Herd of Models, table 3; deepseek-v2-lite, deepseek-v3: their technical reports (2024), but with experts in
-the first layers, too. The paper does not publish the shapes of 550M and 30B. Assumed: 550m has 24 layers of 10 heads
-(558 M parameters), 30b the layers, width and heads of OPT-30B, both LLaMA's feed-forward ratio of 8/3."""
+The Llama 3 Herd of Models, table 3; qwen3-30b-a3b, qwen3-235b-a22b: their config.json; deepseek-v2-lite, deepseek-v3:
+their technical reports (2024), but with experts in the first layers, too. The paper does not publish the shapes of 550M
+and 30B. Assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b the layers, width and heads of OPT-30B, both
+LLaMA's feed-forward ratio of 8/3."""

@@ -18,7 +18,7 @@ from megatron_wlb.describe.megatron import Description, has_linear_layers, preci
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
 from megatron_wlb.job import Job
 from megatron_wlb.model import MODELS
-from megatron_wlb.simulate.memory import DEVICE_SHARE, OPTIMIZER_BYTES, WEIGHT_BYTES, stage_weights
+from megatron_wlb.simulate.memory import DEVICE_SHARE, OPTIMIZER_BYTES, WEIGHT_BYTES, gpu_weights
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
@@ -71,24 +71,17 @@ class Run(Description):
         """
         a, p, model, stated = self.arguments, job.parallel, job.model, self.launched.stated
         adam = stated.get("optimizer", "adam") == "adam" and not stated.get("use_precision_aware_optimizer")
-        if not adam or has_linear_layers(a) or (model.moe_router_topk and not a.num_experts):
+        if not adam or has_linear_layers(a) or (model.moe_router_topk and not model.num_experts):
             return None
         divided = stated.get("use_distributed_optimizer", self.launched.source == "flags")
 
-        def held(weights: np.ndarray, ranks: int) -> np.ndarray:
-            return weights * (WEIGHT_BYTES + OPTIMIZER_BYTES / (max(1, ranks) if divided else 1))
-
-        weights = stage_weights(job)
+        weights = gpu_weights(job)
         tied = self.launched.source != "flags" and not stated.get("untie_embeddings_and_output_weights")
         if tied and p.pp == 1:
-            weights -= model.vocabulary_weights
-        # A job knows only the experts that a token goes to, with the shared ones.
-        shared = (a.moe_shared_expert_intermediate_size or 0) / model.ffn_hidden_size
-        routed = job.layers().sum(axis=1) * model.expert_weights * (1 - shared)
-        experts = routed * (a.num_experts or 1) / max(1, model.moe_router_topk) / p.expert_ranks
-        others = held((weights - routed) / p.tp, p.dp * p.cp)
-        others = others + held(experts, p.dp * p.cp * p.tp // p.expert_ranks)
-        return DEVICE_SHARE * job.profile.memory_gib * 2**30 - float(others.max())
+            weights[0] -= model.vocabulary_weights / p.tp
+        ranks = np.array(p.copies if divided else (1, 1))[:, None]
+        held = (weights * (WEIGHT_BYTES + OPTIMIZER_BYTES / ranks)).sum(axis=0)
+        return DEVICE_SHARE * job.profile.memory_gib * 2**30 - float(held.max())
 
     def on_device(self) -> Self:
         """Return the run with the memory that training would know, by which it chooses; notes if it is not known."""
@@ -205,12 +198,8 @@ def _settled(
     if (a.num_experts or 1) > 1:
         notes.append(
             "Experts get equally many tokens, as --moe-router-force-load-balancing makes them. How much longer a free "
-            "router takes is not known. Gradients and optimizer are those of the "
-            f"{a.moe_router_topk} experts that a token goes to."
+            "router takes is not known."
         )
-    if a.recompute_method == "block" or a.recompute_activations or a.recompute_granularity == "selective":
-        what = "every layer" if a.recompute_method == "block" else "nothing"
-        notes.append(f"Time is that of recomputing {what}; memory counts what --recompute flags say.")
     return replace(a, **changes)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
-from megatron_wlb.model import EXPERTS, MLP, Matrix
+from megatron_wlb.model import EXPERTS, FULL, MLP, WINDOWED, Matrix
 
 
 class Products(NamedTuple):
@@ -80,6 +80,51 @@ def joining_matrix(job: Job) -> Matrix:
     return Matrix("joining", job.model.hidden_size, 2 * job.model.hidden_size, "outputs")
 
 
+def recomputed(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the time in which backward runs recomputed modules of a layer again, but for core attention and what
+    tensor-parallel ranks exchange, and the experts' part of it."""
+    model, dropped = job.model, set(job.recompute.dropped)
+    linear, experts = np.zeros_like(tokens), np.zeros_like(tokens)
+    for part in model.parts_of(kind):
+        matrices, values, kernels = list[Matrix](), 0.0, 0
+        if part in (MLP, EXPERTS):
+            activation = _activation(job, part)
+            if part == MLP and "mlp" in dropped:
+                matrices, values, kernels = model.part(MLP), 2 * model.hidden_size + activation, 2
+            elif part == EXPERTS:
+                if "moe" in dropped:
+                    experts = products(job, model.part(EXPERTS), tokens).forward + token_exchange(job, tokens)
+                    values, kernels = activation, 1
+                else:
+                    shared = model.shared_ffn_hidden_size / model.ffn_hidden_size
+                    if "shared_experts" in dropped and shared:
+                        linear = linear + products(job, model.part(EXPERTS), tokens).forward * shared
+                        values, kernels = shared * activation, 1
+                    if "moe_act" in dropped:
+                        values, kernels = values + (1 - shared) * activation, kernels + 1
+                if "layernorm" in dropped:
+                    values, kernels = values + 2 * model.hidden_size, kernels + 1
+        elif model.kv_lora_rank and part in (FULL, WINDOWED):
+            if "layernorm" in dropped:
+                values, kernels = 2 * model.hidden_size, 1
+            if "mla_up_proj" in dropped:
+                matrices, values, kernels = model.part(part)[1:-1], values + _rotated(job), kernels + 2
+        linear = linear + products(job, matrices, tokens).forward
+        if not job.profile.linear_tflops:  # measured rates are of all of a layer
+            linear = linear + _memory(job, values * job.bytes_per_value, tokens) + kernels * job.profile.kernel_us
+    return linear + experts, experts
+
+
+def _activation(job: Job, part: str) -> int:
+    """Values of a row that an activation reads and writes."""
+    return job.model.ffn_size_of(part) * (3 if job.model.gated_linear_unit else 2)
+
+
+def _rotated(job: Job) -> int:
+    """Values of a row that norms of latents and rotary embedding read and write."""
+    return 2 * (job.model.query_size + job.model.key_size + job.model.latent_size)
+
+
 def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the time of what is neither a product nor attention in a layer, forward and backward."""
     model, kernels, values = job.model, np.zeros(2), 0
@@ -89,15 +134,14 @@ def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, n
         # Reads and writes of a norm and a residual sum.
         values += 5 * model.hidden_size
         if part in (MLP, EXPERTS):
-            values += model.ffn_size_of(part) * (3 if model.gated_linear_unit else 2)
+            values += _activation(job, part)
             kernels += 3, 4
         elif mixer := model.mixer_of(part):
             # A convolution, a scan and a gated norm. Assumed: the scan takes as long as its memory.
             values += 3 * (mixer.projected + mixer.inner)
             kernels += 5, 8
         else:
-            # Norms of latents, and rotary embedding.
-            values += 2 * (model.query_size + model.key_size + model.latent_size)
+            values += _rotated(job)
             kernels += 4, 6
     time, (forward, backward) = _memory(job, values * job.bytes_per_value, tokens), kernels * job.profile.kernel_us
     return time + forward, 2 * time + backward

@@ -72,9 +72,11 @@ def model_of(a: MegatronArguments, name: str | None = None) -> ModelShape:
 
 def _experts(a: MegatronArguments, dense: int) -> dict[str, int]:
     """Return the sizes of layers with experts; `dense` is the width of an MLP."""
-    width = a.moe_router_topk * (a.moe_ffn_hidden_size or dense) + (a.moe_shared_expert_intermediate_size or 0)
+    routed = a.moe_router_topk * (a.moe_ffn_hidden_size or dense)
     beside = {"dense_ffn_hidden_size": dense} if a.hybrid_layer_pattern else {}
-    return beside | {"ffn_hidden_size": width, "moe_router_topk": a.moe_router_topk}
+    of_shared = a.moe_shared_expert_intermediate_size or 0
+    experts = {"num_experts": a.num_experts or 0, "shared_ffn_hidden_size": of_shared}
+    return beside | experts | {"ffn_hidden_size": routed + of_shared, "moe_router_topk": a.moe_router_topk}
 
 
 def _mixers(a: MegatronArguments, pattern: str, hidden_size: int) -> dict[str, Mixer]:

@@ -45,21 +45,23 @@ def weight_bytes(job: Job, stage: int | None = None) -> float:
     shapes = {matrix.shape(np.ones(1), p.dividing(matrix))[1:] for matrix in job.model.matrices}
     kept = np.full(p.pp, w * sum(outputs * inputs for outputs, inputs in shapes))
     kept[-1] += w * job.model.vocabulary_weights / p.tp
-    kept += stage_weights(job) / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
+    for weights, copies in zip(gpu_weights(job), p.copies, strict=True):
+        kept += weights * (WEIGHT_BYTES + OPTIMIZER_BYTES / copies)
     rotary = 4 * job.context_length * (job.model.qk_pos_emb_head_dim or job.model.kv_channels)  # a table in fp32
     buffers = USER_BUFFERS * sum(job.tiles) * job.model.hidden_size * w
     return float(kept.max() if stage is None else kept[stage]) + rotary + buffers
 
 
-def stage_weights(job: Job) -> np.ndarray:
-    """Return the weights of every stage, over its TP ranks, float64 [pp]."""
-    model = job.model
-    weights = job.layers_by_kind().sum(axis=2).T @ [float(model.weights_of(kind)) for kind in model.kinds]
+def gpu_weights(job: Job) -> np.ndarray:
+    """Return the weights of a GPU of every stage outside of routed experts, and of these, float64 [2, pp]."""
+    model, parallel = job.model, job.parallel
+    held = np.array([model.held_weights_of(kind) for kind in model.kinds], float)  # [kinds, 2]
+    weights, experts = held.T @ job.layers_by_kind().sum(axis=2)
     weights[0] += model.vocabulary_weights
     weights[-1] += model.vocabulary_weights + model.mtp_num_layers * model.joining_weights
-    if model.mtp_num_layers and job.parallel.pp > 1:
+    if model.mtp_num_layers and parallel.pp > 1:
         weights[-1] += model.vocabulary_weights  # the last stage embeds, too
-    return weights
+    return np.stack((weights / parallel.tp, experts / parallel.expert_ranks))
 
 
 def attention_tensors(job: Job) -> dict[str, Tensor]:
@@ -68,7 +70,9 @@ def attention_tensors(job: Job) -> dict[str, Tensor]:
     latents, norms = job.cp_exchange == "latents", 2 if model.qk_layernorm else 1
     seen = p.cp if latents else 1
     found = {
-        "norm": Tensor(2 * layer_input_bytes(job)),
+        "input": Tensor(layer_input_bytes(job)),
+        # Where latents follow, the norm is no part of a linear layer.
+        "norm": Tensor(layer_input_bytes(job), ("layernorm",) if model.kv_lora_rank else ()),
         "dropout": Tensor(_mask_bytes(job)),
         "q": Tensor(w * model.query_size / p.tp, ("mla_up_proj",)),
         "kv": Tensor(0 if job.expands_again else w * seen * model.kv_values_per_rank(p.tp)),
@@ -91,13 +95,16 @@ def mlp_tensors(job: Job, part: str = EXPERTS) -> dict[str, Tensor]:
     # The norm before a dense MLP is part of it; no other part of such an MLP can be recomputed alone.
     norm, whole, activation = ("layernorm", "moe", ("moe_act",)) if experts else ("mlp", "mlp", ())
     values = job.bytes_per_value * model.ffn_size_of(part) / job.parallel.tp
+    shared = model.shared_ffn_hidden_size / model.ffn_hidden_size if experts else 0
+    before, routed = 2 if model.gated_linear_unit else 1, (1 - shared) * values
     return {
         "input": Tensor(layer_input_bytes(job)),
         "dropout": Tensor(_mask_bytes(job)),
         "norm": Tensor(layer_input_bytes(job), (norm,)),
         "sent": Tensor(layer_input_bytes(job) * experts * job.parallel.expert_tp, (whole,)),
-        "before activation": Tensor((2 if model.gated_linear_unit else 1) * values, (whole,)),
-        "activation": Tensor(values, (whole, *activation)),
+        "before activation": Tensor(before * routed, (whole,)),
+        "activation": Tensor(routed, (whole, *activation)),
+        "shared experts": Tensor(shared * (before + 1) * values, (whole, "shared_experts")),
     }
 
 
@@ -275,9 +282,8 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     in_layer = np.array([layer_bytes(job, kind) for kind in model.kinds])
     each = (in_layer[:, None] * (by_kind / np.maximum(1, by_kind.sum(axis=0)))).sum(axis=0)
     if recompute.granularity == "full":
-        block = recompute.method == "block"
-        recomputed = np.minimum(recompute.num_layers or 0, layers) if block else layers
-        together = 1 if block else min(recompute.num_layers or 1, max(1, int(layers.max())))
+        recomputed = recompute.whole(layers)
+        together = 1 if recompute.method == "block" else min(recompute.num_layers or 1, max(1, int(layers.max())))
         kept = np.ceil(recomputed / together) * layer_input_bytes(job) + (layers - recomputed) * each
         at_once += together * float(in_layer.max())
     else:

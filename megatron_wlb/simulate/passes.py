@@ -13,6 +13,7 @@ from megatron_wlb.cost.linear import (
     memory_bound,
     output_matrix,
     products,
+    recomputed,
     tiled,
     tiling,
     token_exchange,
@@ -20,7 +21,7 @@ from megatron_wlb.cost.linear import (
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import EXPERTS, FULL, WINDOWED
+from megatron_wlb.model import EXPERTS, FULL, MLP, WINDOWED
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
 
@@ -109,8 +110,11 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     forward, backward = (
         np.sum([n * times[i].total for n, times in zip(layers, by_kind, strict=True)], axis=0) for i in range(2)
     )
-    of_kinds = layers.sum(axis=(1, 2, 3)) / layers.sum()
-    mean = [_sum(of_kinds, each) for each in zip(*by_kind, strict=True)]
+    whole = layers * _share_again(job)[..., None]
+    backward = backward + np.sum([n * times[0].total for n, times in zip(whole, by_kind, strict=True)], axis=0)
+    of_kinds, of_whole = (n.sum(axis=(1, 2, 3)) / layers.sum() for n in (layers, whole))
+    first, last = (_sum(of_kinds, each) for each in zip(*by_kind, strict=True))
+    last = _sum((1, *of_whole), (last, *(times[0] for times in by_kind)))
     # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds again, gathers two hidden
     # states for its joining matrix and one after it, and runs the output layer.
     output, losses = products(job, [output_matrix(job)], tokens), loss(job, tokens)
@@ -126,10 +130,17 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
         forward=forward,
         backward=backward,
         transfer=network.point_to_point(row_bytes / tp, Group(size=job.parallel.pp, stride=job.parallel.stage_stride)),
-        layers=(mean[0], mean[1]),
+        layers=(first, last),
         rows=tokens,
         expert_wait=np.zeros((2, *forward.shape)),
     )
+
+
+def _share_again(job: Job) -> np.ndarray:
+    """Return the share of layers that run again as a whole, float64 [pp, vpp]; layers for MTP do with any others."""
+    layers, ahead = job.layers(), job.layers() - job.decoder_layers()
+    whole = job.recompute.whole(job.decoder_layers()) + ahead * (job.recompute.granularity == "full")
+    return whole / np.maximum(1, layers)
 
 
 def _layer_times(
@@ -174,7 +185,21 @@ def _layer_times(
         )
         for i in range(2)
     )
-    return forward, _sum((1, 1), (backward, forward)) if job.recompute.granularity == "full" else backward
+    if not job.recompute.dropped:
+        return forward, backward
+    of_modules, of_routed = recomputed(job, kind, tokens)
+    of_mlp = "mlp" in job.recompute.dropped and MLP in model.parts_of(kind)
+    of_attention = "core_attn" in job.recompute.dropped
+    run_again = LayerTimes(
+        linear=of_modules,
+        experts=of_routed,
+        tensor=(gather + scatter) * exposed * of_mlp,
+        attention=forward.attention * of_attention,
+        slowest=forward.slowest * of_attention,
+        # Latents that were exchanged are kept.
+        exchange=forward.exchange * (of_attention and job.cp_exchange != "latents"),
+    )
+    return forward, _sum((1, 1), (backward, run_again))
 
 
 def _sum(factors: Sequence[float] | np.ndarray, times: Sequence[LayerTimes]) -> LayerTimes:
@@ -193,8 +218,10 @@ def crossover(job: Job) -> int:
     """
     rows = job.profile.tile_rows
     half = max(1, job.context_length // 2 // rows) * rows
+    whole = job.recompute.whole(job.decoder_layers()).sum()
     alone = replace(
         job,
+        recompute=replace(job.recompute, num_layers=int(whole)) if job.recompute.method == "block" else job.recompute,
         model=replace(job.model, pattern=job.model.pattern.replace(WINDOWED, FULL)),
         parallel=Parallel(tp=job.parallel.tp, sequence_parallel=job.parallel.sequence_parallel),
         num_micro_batches=1,

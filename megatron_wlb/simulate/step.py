@@ -11,7 +11,7 @@ from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
 from megatron_wlb.pipeline.timeline import Timeline, run
-from megatron_wlb.simulate.memory import stage_weights
+from megatron_wlb.simulate.memory import gpu_weights
 from megatron_wlb.simulate.passes import LayerTimes, Passes, pass_times, synchronised
 
 ADAM_BYTES = 30
@@ -171,13 +171,17 @@ def alike_time(job: Job, passes: Sequence[Passes]) -> float:
 def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return us of gradients, optimizer and parameters, float64 [stages] each."""
     p, network = job.parallel, job.profile.network
-    weights = stage_weights(job) / p.tp
     between = min(p.pp, max(1, network.gpus_per_node // (p.tp * p.cp))) if p.stages_before_dp else 1  # stages in a node
-    group = Group(size=p.dp * p.cp, stride=p.tp * between)
-    collective, exposed = network.collective, 1 - job.profile.dp_overlap
-    reduce = collective("reduce_scatter", weights * FP32, group) * exposed
-    gather = collective("all_gather", weights * job.bytes_per_value, group) * exposed
-    return reduce, weights / group.size * ADAM_BYTES / job.profile.memory_gb_per_s / 1e3, gather
+    exposed, byte = 1 - job.profile.dp_overlap, ADAM_BYTES / job.profile.memory_gb_per_s / 1e3
+    found = np.zeros((3, p.pp))
+    for weights, copies, stride in zip(gpu_weights(job), p.copies, (p.tp, p.expert_ranks), strict=True):
+        group = Group(size=copies, stride=stride * between)
+        if weights.any():
+            found[0] += network.collective("reduce_scatter", weights * FP32, group) * exposed
+            found[1] += weights / copies * byte
+            found[2] += network.collective("all_gather", weights * job.bytes_per_value, group) * exposed
+    reduce, optimizer, gather = found
+    return reduce, optimizer, gather
 
 
 def micro_batch_times(step: SimulatedStep) -> np.ndarray:

@@ -46,11 +46,11 @@ def job_of(stated, profile="flops", **given):
         ({"vocab_size": 100, "padded_vocab_size": 300}, {"padded_vocab_size": 300}),
         ({"qk_layernorm": True, "mtp_num_layers": 1}, {"qk_layernorm": True, "mtp_num_layers": 1}),
         ({"num_experts": 1, "moe_router_topk": 3, "moe_ffn_hidden_size": 9}, {}),  # as dense
-        ({"num_experts": 8}, {"ffn_hidden_size": 2 * FFN, "moe_router_topk": 2}),
+        ({"num_experts": 8}, {"ffn_hidden_size": 2 * FFN, "moe_router_topk": 2, "num_experts": 8}),
         (
             {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 100,
              "moe_shared_expert_intermediate_size": 50},
-            {"ffn_hidden_size": 350, "moe_router_topk": 3},
+            {"ffn_hidden_size": 350, "moe_router_topk": 3, "num_experts": 8, "shared_ffn_hidden_size": 50},
         ),
         (
             {"multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 64, "qk_head_dim": 24,

@@ -14,6 +14,7 @@ from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import (
     attention_backward_bytes,
     attention_tensors,
+    gpu_weights,
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
@@ -23,7 +24,6 @@ from megatron_wlb.simulate.memory import (
     mtp_bytes,
     one_document,
     peak_bytes,
-    stage_weights,
     step_peak_bytes,
     token_bytes,
     weight_bytes,
@@ -105,7 +105,7 @@ def test_the_peak_adds_up():
     assert at(7, model=ahead.model) - at(7) == 4096 * mtp_bytes(ahead)
     # Its layer, the joining matrix, and where it is not with the embedding of the first stage another one.
     for pp, embedding in ((8, 51200 * 12288), (1, 0)):
-        given, plain = (stage_weights(in_parallel(each, pp=pp))[-1] for each in (ahead, GPT3))
+        given, plain = (gpu_weights(in_parallel(each, pp=pp))[0, -1] for each in (ahead, GPT3))
         assert given - plain == (12 + 2) * 12288**2 + embedding
     on_eight = in_parallel(GPT3, tp=8, sequence_parallel=True)
     running = token_bytes(on_eight, 7)[1] - token_bytes(on_eight, 1)[1]
@@ -173,7 +173,7 @@ def test_what_attention_keeps_of_latents_by_hand():
     # Own latents of Q before and after a norm; all of K and V after theirs, with the part that heads share, to expand
     # them again; sines and cosines in fp32.
     latents = 2 * (2 * 1536 + 4 * 512) / 8 + 2 * 4 * 64 + 2 * 2 * 2 * 64
-    expected = {"norm": 2 * row, "dropout": 0, "q": 2 * 16 * 192, "out": 2 * 16 * 128, "log-sum-exps": 4 * 16}
+    expected = {"input": row, "norm": row, "dropout": 0, "q": 2 * 16 * 192, "out": 2 * 16 * 128, "log-sum-exps": 4 * 16}
     assert kept == expected | {"kv": 0, "latents": latents}
     shared = {name: each.bytes for name, each in attention_tensors(replace(given, cp_exchange="shared")).items()}
     assert shared["kv"] == 2 * keys and shared["latents"] == 2 * (2 * 1536 + 2 * 512) / 8 + 2 * 2 * 2 * 64
