@@ -1,30 +1,12 @@
-"""What others do with the same documents, from their published descriptions: loops of RL, and Megatron itself."""
+"""What others do with the same documents, from their published descriptions: loops of RL."""
 
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.packing.original import OriginalPacking
-
-
-def as_megatron(job: Job, *, cp_exchange: str = "ring", cp_sharding: str = "per-sequence") -> Job:
-    """The job by Megatron's defaults: a micro-batch for every window, as packed, interleaved in groups of as many as
-    stages, and a ring of context-parallel ranks."""
-    group = job.parallel.pp if job.parallel.vpp > 1 else None
-    return replace(
-        job.sharded(cp_sharding=cp_sharding),
-        num_micro_batches=job.global_batch_size,
-        parallel=replace(job.parallel, group_size=group),
-        packing=OriginalPacking(),
-        reorder=False,
-        overlap_transfers=False,
-        tp_tile_rows=0,
-        cp_exchange=cp_exchange,
-    )
 
 
 def karmarkar_karp(weights: Sequence[int], k: int, *, equal: bool = False) -> list[list[int]]:

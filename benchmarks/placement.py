@@ -15,12 +15,12 @@ from dataclasses import replace
 from benchmarks import results
 from benchmarks.lengths import S_MAX, WINDOW, f2, job_7b, packings
 from benchmarks.metrics import balanced_time
-from benchmarks.peers import as_megatron
 from benchmarks.results import Row, at_most
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import shape
 from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.passes import crossover
@@ -53,7 +53,10 @@ def jobs(quick: bool) -> list[Row]:
 
 def simulated(job: Job, steps: int) -> dict[str, float]:
     """Sums over `steps` steps of a job and of Megatron's."""
-    plain, own = as_megatron(job), replace(job, parallel=replace(job.parallel, ep=1, etp=None))
+    plain, own = (
+        without_wlb(job, cp_sharding="per-sequence"),
+        replace(job, parallel=replace(job.parallel, ep=1, etp=None)),
+    )
     sums: Counter[str] = Counter()
     for run, ways in ((plain, {"megatron": plain}), (job, {"sums": own, "slots": job})):
         for packing in packings(f2(300_000, 0), run, steps, WARM_UP):

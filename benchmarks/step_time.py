@@ -31,10 +31,9 @@ from rich.progress import track
 
 from benchmarks import metrics, results
 from benchmarks.lengths import WINDOW, f2, samples
-from benchmarks.peers import as_megatron
 from benchmarks.results import Row
-from megatron_wlb.cli.analyze.layouts import relieved
 from megatron_wlb.cli.analyze.report import ratio_of
+from megatron_wlb.describe.alternatives import relieved
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
@@ -42,6 +41,7 @@ from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.packer import Packer
@@ -155,9 +155,9 @@ def schemes(case: Case, data: Samples) -> Iterator[tuple[str, Job]]:
         return predictions(make(), make, data, memory_known=True)[0]
 
     ours = job_of(case)
-    yield RING, as_megatron(ours, cp_sharding="per-document")
-    yield ACROSS, as_megatron(ours)
-    yield "paper", replace(as_megatron(ours, cp_sharding="paper", cp_exchange="all"), packing=WlbPacking())
+    yield RING, without_wlb(ours)
+    yield ACROSS, without_wlb(ours, cp_sharding="per-sequence")
+    yield "paper", replace(without_wlb(ours, cp_sharding="paper"), cp_exchange="all", packing=WlbPacking())
     yield "ours, M = N", ours
     best = auto()
     yield OURS, best
@@ -239,7 +239,7 @@ def remembered(case: Case, steps: int) -> list[Row]:
         with contextlib.suppress(ValueError):  # a window does not fit
             make = partial(job_of, case, recompute=recompute, budget_bytes=budget)
             job, _ = predictions(make(), make, data, memory_known=True)
-            ring = measured(as_megatron(free, cp_sharding="per-document"), data, steps)
+            ring = measured(without_wlb(free), data, steps)
             ratio, error = over(ring, measured(job, data, steps), same_steps=True)
             row |= {"micro_batches": job.num_micro_batches, f"over {RING}": ratio, f"over {RING}, error": error}
         rows.append(row)

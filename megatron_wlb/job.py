@@ -127,6 +127,13 @@ class Recompute:
     def dropped(self) -> tuple[str, ...]:
         return self.modules if self.granularity == "selective" else ()
 
+    @property
+    def flags(self) -> str:
+        """Megatron's flags for it, "" for none."""
+        named = {"granularity": self.granularity, "method": self.method, "num-layers": self.num_layers}
+        given = [f"--recompute-{name} {value}" for name, value in named.items() if value is not None]
+        return " ".join([*given, *(["--recompute-modules", *self.modules] if self.dropped else [])])
+
     def whole(self, layers: np.ndarray) -> np.ndarray:
         """Return how many of the `layers` of a virtual stage run again as a whole; float64, as `layers`."""
         if self.granularity != "full":

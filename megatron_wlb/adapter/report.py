@@ -20,21 +20,22 @@ from megatron_wlb.adapter.clock import Clock, attended_squares
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import digest_line, reduced
 from megatron_wlb.adapter.plans import Plans
+from megatron_wlb.describe import alternatives
 from megatron_wlb.describe.flags import RunSettings
+from megatron_wlb.describe.megatron import Description
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.micro_batches import DELAY, Prediction, delay_gain
+from megatron_wlb.plan.micro_batches import Prediction, time_per_work
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.backends import Choice
 from megatron_wlb.runtime.measure import device_name
-from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import shares, simulate_step
 
-WORTH = 1.1
-"""Speed-up by a delay from which the start of a run says so."""
+WORTH = 1.05
+"""Speed-up by another layout or recomputation from which the start of a run says so."""
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -64,7 +65,7 @@ class Report:
         torch.distributed.broadcast_object_list(wanted, torch.distributed.get_world_size() - 1)
         self._wanted = tuple(wanted)
 
-    def start(self, data: SplitData, backend: Choice) -> None:
+    def start(self, data: SplitData, backend: Choice, described: Description) -> None:
         """Print what is trained and how it is planned."""
         job, device = self._job, "cuda" if torch.cuda.is_available() else "cpu"
         if misfit := job.profile.misfit(torch.cuda.get_device_name() if device == "cuda" else None, job.precision):
@@ -89,8 +90,8 @@ class Report:
                 f"> wlb: --wlb-micro-batches auto chose {job.num_micro_batches}; predicted time of a step by its "
                 f"micro-batches{assumed}: {times}"
             )
-        if torch.distributed.get_rank() == 0:
-            self._thread.submit(_tell_of_delay, job, data)
+        if torch.distributed.get_rank() == 0 and described.settings.micro_batches == "auto":
+            self._thread.submit(_tell_of_faster, job, described, data)
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         print_rank_0(
             "> wlb: activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
@@ -241,12 +242,25 @@ def _write_scalars(iteration: int, plan: StepPlan, entry: dict[str, Any]) -> Non
         wandb.log(values, iteration)
 
 
-def _tell_of_delay(job: Job, data: SplitData) -> None:
-    """Print what a delay would bring, if it is `WORTH` saying."""
-    if (gain := delay_gain(job, data.samples, data.first_sample)) > WORTH:
+def _tell_of_faster(job: Job, described: Description, data: SplitData) -> None:
+    """Print the recomputation and the layout with which the same GPUs are faster, if it is `WORTH` saying."""
+    first = data.first_sample
+    found = alternatives.recomputation(described, job, data.samples, first_sample=first)
+    if found and found.time * WORTH <= 1:
+        flags = found.job.recompute.flags
         print(
-            f"> wlb: with {flag_with_value('packing', DELAY)} this run is predicted to be "
-            f"{gain:.2f} times as fast; documents then wait up to {DELAY.max_delay_steps} steps",
+            f"> wlb: {f'with {flags}' if flags else 'without recomputation'} this run is predicted to be "
+            f"{1 / found.time:.2f} times as fast within memory",
+            flush=True,
+        )
+    own = time_per_work(job, job, data.samples, first)
+    layouts = alternatives.layouts(described, job, data.samples, first_sample=first)
+    times = {each: time_per_work(each, job, data.samples, first) for each in layouts}
+    if times and (best := min(times.values())) * WORTH <= own:
+        layout = next(each for each, time in times.items() if time == best)
+        print(
+            f"> wlb: with {alternatives.layout_flags(layout)} on the same GPUs this run is predicted to be "
+            f"{own / best:.2f} times as fast",
             flush=True,
         )
 

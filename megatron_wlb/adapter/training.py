@@ -159,7 +159,7 @@ class Training:
         """Return this rank's endless batches of every split, None for one that does not run; prints what is trained."""
         found = {split: self._load(split) for split in self._splits}
         if "train" in self._splits:
-            self._report.start(self._splits["train"], self._backend)
+            self._report.start(self._splits["train"], self._backend, self._run)
         return dict.fromkeys(datasets.SPLITS) | found
 
     def _load(self, split: str) -> Iterator[Batch]:

@@ -8,17 +8,15 @@ from operator import index
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from megatron_wlb import files
 from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_flags, read_log
 from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import add_wlb_arguments
-from megatron_wlb.describe.megatron import Description, has_linear_layers, precision_of
+from megatron_wlb.describe.megatron import Description, precision_of
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
 from megatron_wlb.job import Job
 from megatron_wlb.model import MODELS
-from megatron_wlb.simulate.memory import DEVICE_SHARE, OPTIMIZER_BYTES, WEIGHT_BYTES, gpu_weights
+from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
@@ -65,23 +63,9 @@ class Run(Description):
     """How the run's device or precision is not of the profile, or "" if it is."""
 
     def budget_bytes(self, job: Job) -> float | None:
-        """Return what training on GPUs of the profile leaves for activations in a job's layout; None: it cannot tell.
-
-        It goes by upstream's formula (`compat.weight_and_optimizer_bytes`), which is of Adam in bf16 alone.
-        """
-        a, p, model, stated = self.arguments, job.parallel, job.model, self.launched.stated
-        adam = stated.get("optimizer", "adam") == "adam" and not stated.get("use_precision_aware_optimizer")
-        if not adam or has_linear_layers(a) or (model.moe_router_topk and not model.num_experts):
-            return None
-        divided = stated.get("use_distributed_optimizer", self.launched.source == "flags")
-
-        weights = gpu_weights(job)
-        tied = self.launched.source != "flags" and not stated.get("untie_embeddings_and_output_weights")
-        if tied and p.pp == 1:
-            weights[0] -= model.vocabulary_weights / p.tp
-        ranks = np.array(p.copies if divided else (1, 1))[:, None]
-        held = (weights * (WEIGHT_BYTES + OPTIMIZER_BYTES / ranks)).sum(axis=0)
-        return DEVICE_SHARE * job.profile.memory_gib * 2**30 - float(held.max())
+        """Return what GPUs of the profile have left for activations in a job's layout; None: it cannot tell."""
+        held = self.held_bytes(job)
+        return None if held is None else DEVICE_SHARE * job.profile.memory_gib * 2**30 - held
 
     def on_device(self) -> Self:
         """Return the run with the memory that training would know, by which it chooses; notes if it is not known."""
@@ -145,7 +129,11 @@ def run_of(args: argparse.Namespace) -> Run:
     judged.remarks[:0] = [misfit] if misfit else []
     return Run.of(
         args,
-        _settled(arguments, args.model, notes, by_upstream=launched.source == "command"),
+        _settled(
+            *(arguments, args.model, notes),
+            by_upstream=launched.source == "command",
+            by_flags=launched.source == "flags",
+        ),
         model=args.model,
         launched=launched,
         judged=judged,
@@ -171,14 +159,17 @@ def wlb_values(launched: Launched) -> dict[str, Any]:
 
 
 def _settled(
-    a: MegatronArguments, model: str | None, notes: list[str], *, by_upstream: bool = False
+    a: MegatronArguments, model: str | None, notes: list[str], *, by_upstream: bool = False, by_flags: bool = False
 ) -> MegatronArguments:
     """Return the arguments with missing ones filled in; assumes sequence parallelism.
 
-    `by_upstream`: with Megatron's own global batch, which may be smaller than a pipeline needs.
+    `by_upstream`: with Megatron's own global batch, which may be smaller than a pipeline needs. `by_flags`: with a
+    distributed optimizer and an output layer of its own, which nobody types here.
     """
     ranks = a.model_parallel_size
     changes: dict[str, Any] = {"sequence_parallel": True}
+    if by_flags:
+        changes |= {"use_distributed_optimizer": True, "untie_embeddings_and_output_weights": True}
     if a.world_size is None:
         changes["world_size"] = ranks
         notes.append(

@@ -125,6 +125,10 @@ class MegatronArguments:
     recompute_num_layers: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     recompute_modules: tuple[str, ...] | None = None
     cpu_offloading_num_layers: _LayersOrNone = 0
+    optimizer: str = "adam"
+    use_precision_aware_optimizer: bool = False
+    use_distributed_optimizer: bool = False
+    untie_embeddings_and_output_weights: bool = False
     hidden_dropout: float = 0.1
     fp8: str | None = None
     fp8_recipe: str = "delayed"

@@ -28,8 +28,8 @@ class PlanSettings(Settings):
     max_tokens: int | Literal["auto"] | None = setting(
         None,
         "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. auto: the largest whose "
-        "activations fit --wlb-memory-budget. Default: 1.25 times --seq-length, or 1.25 times the mean micro-batch if "
-        "that is longer.",
+        "activations fit --wlb-memory-budget. Default: the least that M allows, or 1.25 times as much or what fits "
+        "memory, whichever is predicted to be faster.",
         parse=integer_or_auto,
         word="auto",
         least=1,

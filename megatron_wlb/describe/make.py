@@ -14,9 +14,11 @@ from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, Packing, Parallel, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
+from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.sharding.select import shard
-from megatron_wlb.simulate.memory import largest_max_tokens
+from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
 from megatron_wlb.simulate.passes import crossover
+from megatron_wlb.simulate.recompute import ways
 
 LATENTS_GAIN = 0.01
 """By so much latents have to be faster: documents of other lengths change as much."""
@@ -33,14 +35,16 @@ def make_job(
     settings: PlanSettings | None = None,
     default_profile: str = "flops",
     budget_bytes: float | None = None,
+    tight: bool = False,
     **given: Any,
 ) -> Job:
     """Build the job that settings describe, filling in what they leave open.
 
     `context_length` is the window C in tokens, `global_batch_size` N, the windows that a step trains on average.
-    `default_profile` and `budget_bytes` (memory for activations; None: no limit) apply where settings name none.
-    `given` are other fields of `Job`, which take precedence. Raises ValueError for contradictory settings, and for an
-    S_max that does not fit memory.
+    `default_profile` and `budget_bytes` (memory for activations; None: no limit) apply where settings name none, and
+    `tight` where they name no S_max: it is then the least instead of the default. `given` are other fields of `Job`,
+    which take precedence. Raises ValueError for contradictory settings, for an S_max that does not fit memory, and for
+    windows that do not fit it with Megatron alone either.
     """
     settings, parallel = settings or PlanSettings(), parallel or Parallel()
     if settings.memory_budget is not None:
@@ -73,9 +77,9 @@ def make_job(
     if "crossover_tokens" not in fields:
         fields["crossover_tokens"] = crossover(asked())
     if budget_bytes is not None:
-        fields["parallel"] = _grouped(asked(), given.get("max_tokens", settings.max_tokens), budget_bytes)
+        fields["parallel"] = _grouped(asked(), given.get("max_tokens", settings.max_tokens), budget_bytes, tight=tight)
     if "max_tokens" not in fields:
-        fields["max_tokens"] = _max_tokens(asked(), settings.max_tokens, budget_bytes)
+        fields["max_tokens"] = _max_tokens(asked(), settings.max_tokens, budget_bytes, tight=tight)
     return Job(**fields)
 
 
@@ -94,14 +98,38 @@ def _cp_exchange(job: Job) -> str:
     return "latents" if time("latents") < (1 - LATENTS_GAIN) * time("shared") else "shared"
 
 
-def _grouped(job: Job, wanted: int | str | None, budget_bytes: float) -> Parallel:
+def _grouped(job: Job, wanted: int | str | None, budget_bytes: float, *, tight: bool) -> Parallel:
     """Return the layout, in short groups if memory has no room for longer ones."""
     parallel = job.parallel
-    least = wanted if isinstance(wanted, int) else default_max_tokens(job)
+    least = wanted if isinstance(wanted, int) else job.least_max_tokens if tight else default_max_tokens(job)
     if parallel.vpp > 1 and parallel.group_size is None and largest_max_tokens(job, budget_bytes) < least:
         with contextlib.suppress(ValueError):  # this number cannot be interleaved
             return replace(job, parallel=replace(parallel, group_size=parallel.pp)).parallel
     return parallel
+
+
+def _holds_windows(job: Job, budget_bytes: float) -> bool:
+    """Whether Megatron alone fits memory, in groups of as many micro-batches as stages."""
+    alone = without_wlb(job)
+    return all(peak_bytes(alone, stage) <= budget_bytes for stage in range(job.parallel.pp))
+
+
+def _too_long(job: Job, fitting: int, budget_bytes: float) -> str:
+    """Return why a job does not fit memory, and the least recomputation or the budget with which it does."""
+    least, stages = job.least_max_tokens, range(job.parallel.pp)
+    what = "--seq-length" if least == job.context_length else "the mean micro-batch of"
+    needed = {way: max(peak_bytes(replace(job, recompute=way), stage, least) for stage in stages) for way in ways(job)}
+    remedy = next((f"with {way.flags} they do" for way, need in needed.items() if need <= budget_bytes), None)
+    if remedy is None:
+        way, need = min(needed.items(), key=lambda each: each[1])
+        remedy = (
+            f"use more context, pipeline or tensor parallelism; with {way.flags}, which takes least, it needs "
+            f"--wlb-memory-budget {math.ceil(need / 2**30 * 10) / 10}"
+        )
+    return (
+        f"micro-batches of at most {fitting} tokens fit into memory, less than {what} {least}, and Megatron's own do "
+        f"not fit either; {remedy}"
+    )
 
 
 def default_max_tokens(job: Job) -> int:
@@ -110,21 +138,21 @@ def default_max_tokens(job: Job) -> int:
     return min(math.ceil(1.25 * job.least_max_tokens / job.unit_tokens) * job.unit_tokens, most)
 
 
-def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) -> int:
-    fitting = None if budget_bytes is None else largest_max_tokens(job, budget_bytes)
-    least = job.least_max_tokens
-    if fitting is not None and fitting < least:
-        what = "--seq-length" if least == job.context_length else "the mean micro-batch of"
-        raise ValueError(
-            f"micro-batches of at most {fitting} tokens fit into memory, less than {what} {least}; recompute "
-            "activations, use more micro-batches, pipeline, context or tensor parallelism, or raise --wlb-memory-budget"
-        )
+def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None, *, tight: bool) -> int:
+    fitting, least = None, job.least_max_tokens
+    if budget_bytes is not None:
+        fitting = largest_max_tokens(job, budget_bytes)
+        if fitting < least == job.context_length and _holds_windows(job, budget_bytes):
+            fitting = least  # the exchange of K and V takes a little more than a ring
+        if fitting < least:
+            raise ValueError(_too_long(job, fitting, budget_bytes))
     if wanted == "auto":
         if fitting is None:
             raise ValueError("--wlb-max-tokens auto needs to know the memory: give --wlb-memory-budget in GiB")
         return min(fitting, MAX_TOKENS // job.unit_tokens * job.unit_tokens)
     if wanted is None:
-        wanted = default_max_tokens(job)
+        default = least if tight else default_max_tokens(job)
+        return default if fitting is None else min(default, fitting)
     assert isinstance(wanted, int)
     if fitting is not None and wanted > fitting:
         raise ValueError(

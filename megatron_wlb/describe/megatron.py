@@ -11,6 +11,7 @@ from megatron_wlb.describe.shape import model_of
 from megatron_wlb.job import NUM_TILES, Job, Packing, Parallel, Recompute, Sharding
 from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
+from megatron_wlb.simulate.memory import held_bytes
 
 TILE_ROWS = 16384
 """Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger ones
@@ -52,6 +53,19 @@ class Description:
         """Return what holds where memory is not known yet."""
         longest = None if self.settings.max_tokens == "auto" else self.settings.max_tokens
         return replace(self, settings=replace(self.settings, memory_budget=None, max_tokens=longest), budget=None)
+
+    def held_bytes(self, job: Job) -> float | None:
+        """Return bytes of weights, gradients and optimizer on the fullest GPU in a job's layout; None: it cannot tell.
+
+        Known of Adam alone, as by upstream's formula (`compat.weight_and_optimizer_bytes`).
+        """
+        a, model = self.arguments, job.model
+        if a.optimizer != "adam" or a.use_precision_aware_optimizer or has_linear_layers(a):
+            return None
+        if model.moe_router_topk and not model.num_experts:
+            return None
+        tied = not a.untie_embeddings_and_output_weights
+        return float(held_bytes(job, divided=a.use_distributed_optimizer, tied=tied).max())
 
     def job(self, **given: Any) -> Job:
         """Build the job; `given`, of `make_job`, takes precedence. Raises ValueError for contradictions."""

@@ -1,11 +1,12 @@
 """Plain-4D: Megatron's own micro-batches, one for every sample, in its order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_wlb.documents import Draw, PackedBatch, Policy
 from megatron_wlb.job import Job, Packing
+from megatron_wlb.pipeline.schedule import nearest_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,30 @@ class OriginalPacking(Packing):
 
     def policy(self, job: Job) -> "OriginalPolicy":
         return OriginalPolicy(job)
+
+
+def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
+    """Return the job as Megatron alone trains it: a micro-batch for every window, as packed.
+
+    Context-parallel ranks exchange K and V by a ring; TransformerEngine's takes no sliding windows, so models that have
+    some gather them. Virtual stages run in the job's groups, or in Megatron's default of as many as stages.
+    """
+    parallel, each = job.parallel, job.global_batch_size // job.parallel.dp
+    group = (parallel.group_size or parallel.pp) if parallel.vpp > 1 else None
+    if group and each not in nearest_counts(each, parallel.pp, group):
+        group = None
+    return replace(
+        job.sharded(cp_sharding=cp_sharding),
+        num_micro_batches=job.global_batch_size,
+        max_tokens=job.context_length,
+        parallel=replace(parallel, group_size=group),
+        packing=OriginalPacking(),
+        whole_documents=False,
+        reorder=False,
+        overlap_transfers=False,
+        tp_tile_rows=0,
+        cp_exchange="all" if job.model.windowed_share else "ring",
+    )
 
 
 class OriginalPolicy(Policy):

@@ -1,18 +1,19 @@
-"""Chooses the number of micro-batches that is predicted fastest for a run, and predicts what a delay would bring."""
+"""Chooses micro-batches, their S_max and what is recomputed by predicted time."""
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step, step_cost
 from megatron_wlb.simulate.passes import untimed
+from megatron_wlb.simulate.recompute import worth_trying
 from megatron_wlb.simulate.step import simulate_step
 
 MICRO_BATCHES_PER_WINDOW = (1, 3 / 2, 2, 3, 4, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
@@ -20,12 +21,7 @@ MICRO_BATCHES_PER_WINDOW = (1, 3 / 2, 2, 3, 4, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 1
 RANKS = 8
 """Data-parallel ranks that represent all; the slowest of fewer would be faster than the slowest of all."""
 WARM_UP, WINDOWS, LEAST_STEPS, MOST_STEPS = 24, 224, 4, 32
-"""Steps that are packed and not counted; then the windows to count, and bounds on the steps that hold them.
-
-`delay_gain` takes the most: steps with a delay differ in work, by 30 % of the gain over four of them.
-"""
-DELAY = AdaptivePacking(max_delay_steps=30)
-"""The delay that is tried beside the same step."""
+"""Steps that are packed and not counted; then the windows to count, and bounds on the steps that hold them."""
 ALIKE = 0.01
 """Times that differ by less count as equal; then the least delay decides."""
 
@@ -44,41 +40,55 @@ def predictions(
     """Return the job with the best number of micro-batches, and all predictions.
 
     All see the same samples, from `first_sample` on, on a few data-parallel ranks; time is work if a job is `untimed`.
-    `default` has one micro-batch per window; `make` builds a job with `num_micro_batches`, and raises ValueError if it
-    cannot have that many, or if they do not fit memory (`memory_known`; else none of several windows is tried).
+    `default` has one micro-batch per window; `make` builds a job with `num_micro_batches`, and with the least S_max if
+    `tight`, and raises ValueError if it cannot have that many, or if they do not fit memory (`memory_known`; else none
+    of several windows is tried). Returns the faster S_max of every number.
     """
     if not default.packing.steady_tokens:
         return default, []
-    windows, jobs = default.global_batch_size, {default.num_micro_batches: default}
+    windows, jobs = default.global_batch_size, [default]
     for count in sorted(
         {windows * share for share in MICRO_BATCHES_PER_WINDOW if windows * share == int(windows * share)}
     ):
-        if count >= windows or memory_known:
+        if count < windows and not memory_known:
+            continue
+        for tight in (False,) if default.packing.delays else (False, True):  # where documents would wait for room
             with contextlib.suppress(ValueError):
-                jobs.setdefault(int(count), make(num_micro_batches=int(count)))
+                jobs.append(make(num_micro_batches=int(count), tight=tight))
+    jobs = list(dict.fromkeys(jobs))
     if len(jobs) == 1 or _steps_left(default, samples, first_sample) <= 0:
         return default, []
-    tried = [Prediction(job, *_measured(_scaled(job), samples, first_sample)) for job in jobs.values()]
-    best, unit = min(each.time for each in tried), tried[0].time
+    tried = [Prediction(job, *_measured(_scaled(job), samples, first_sample)) for job in jobs]
+    best = min(each.time for each in tried)
+    unit = min(each.time for each in tried if each.job.num_micro_batches == default.num_micro_batches)
     alike = [each for each in tried if each.time <= (1 + ALIKE) * best]
     chosen = min(alike, key=lambda each: (round(each.late_steps, 2), each.time)).job
-    rows = [each._replace(time=each.time / unit) for each in tried]
-    return chosen, sorted(rows, key=lambda each: each.job.num_micro_batches)
+    rows: dict[int, Prediction] = {}
+    for each in sorted(tried, key=lambda each: -each.time):
+        rows[each.job.num_micro_batches] = each._replace(time=each.time / unit)
+    return chosen, [rows[count] for count in sorted(rows)]
 
 
-def delay_gain(job: Job, samples: Samples, first_sample: int) -> float:
-    """Return the predicted speed of `job` with `DELAY`, over without; 1 where it has a delay already, or too few steps.
+def recomputed(
+    free: Job, make: Callable[..., Job], samples: Samples, budget_bytes: float, *, first_sample: int = 0
+) -> list[Prediction]:
+    """Return the best job of every recomputation that is worth trying within memory, the fastest first.
 
-    Documents then run in other steps, so it is the speed per work.
+    `free` is the job without a limit of memory, `make` as for `predictions`, with a `recompute`. Times are those of
+    `time_per_work`.
     """
-    packing = job.packing
-    if not isinstance(packing, AdaptivePacking) or packing.delays or job.whole_documents:
-        return 1.0
-    if _steps_left(job, samples, first_sample) < WARM_UP + MOST_STEPS:
-        return 1.0
-    both = job, replace(job, packing=DELAY)
-    same, late = (_measured(_scaled(each), samples, first_sample, MOST_STEPS)[0] for each in both)
-    return same / late
+    found = []
+    for way in worth_trying(free, budget_bytes):
+        with contextlib.suppress(ValueError):  # not with this number of micro-batches
+            of_way = partial(make, recompute=way)
+            job, _ = predictions(of_way(), of_way, samples, memory_known=True, first_sample=first_sample)
+            found.append(Prediction(job, time_per_work(job, free, samples, first_sample), 0.0))
+    return sorted(found, key=lambda each: each.time)
+
+
+def time_per_work(job: Job, unit: Job, samples: Samples, first_sample: int) -> float:
+    """Return the predicted time of the first steps, per work of `unit`; so jobs compare whose work counts otherwise."""
+    return _measured(_scaled(job), samples, first_sample, unit=unit)[0]
 
 
 def _steps_left(job: Job, samples: Samples, first_sample: int) -> int:
@@ -94,14 +104,14 @@ def _scaled(job: Job) -> Job:
     return replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
 
 
-def _measured(job: Job, samples: Samples, first_sample: int, least_steps: int = LEAST_STEPS) -> tuple[float, float]:
-    """Return the time of steps per work, and the mean delay of their tokens in steps.
+def _measured(job: Job, samples: Samples, first_sample: int, unit: Job | None = None) -> tuple[float, float]:
+    """Return the time of steps per work (of `unit`, or the job itself), and the mean delay of their tokens in steps.
 
     Time is simulated, in us, or the work of `step_cost` if `untimed`.
     """
     packer = Packer(samples, job, first_sample=first_sample)
     warm_up = min(WARM_UP, _steps_left(job, samples, first_sample) // 2) if job.packing.delays else 0
-    steps = min(MOST_STEPS, max(least_steps, WINDOWS // job.global_batch_size))
+    steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0
     for k in range(warm_up + steps):
         try:
@@ -115,7 +125,7 @@ def _measured(job: Job, samples: Samples, first_sample: int, least_steps: int = 
             time += step_cost(packing, job)
         else:
             time += simulate_step(job, shard_step(job, packing.lengths, packing.ranks)).time
-        work += float(job.work(lengths).sum())
+        work += float((unit or job).work(lengths).sum())
         tokens += float(lengths.sum())
         late += float((np.maximum(step.step - packing.documents["arrival"], 0) * lengths).sum())
     return time / work, late / tokens

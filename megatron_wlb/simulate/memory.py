@@ -45,11 +45,23 @@ def weight_bytes(job: Job, stage: int | None = None) -> float:
     shapes = {matrix.shape(np.ones(1), p.dividing(matrix))[1:] for matrix in job.model.matrices}
     kept = np.full(p.pp, w * sum(outputs * inputs for outputs, inputs in shapes))
     kept[-1] += w * job.model.vocabulary_weights / p.tp
-    for weights, copies in zip(gpu_weights(job), p.copies, strict=True):
-        kept += weights * (WEIGHT_BYTES + OPTIMIZER_BYTES / copies)
+    kept += held_bytes(job)
     rotary = 4 * job.context_length * (job.model.qk_pos_emb_head_dim or job.model.kv_channels)  # a table in fp32
     buffers = USER_BUFFERS * sum(job.tiles) * job.model.hidden_size * w
     return float(kept.max() if stage is None else kept[stage]) + rotary + buffers
+
+
+def held_bytes(job: Job, *, divided: bool = True, tied: bool = False) -> np.ndarray:
+    """Return bytes of weights, gradients and Adam's states on a GPU of every stage, float64 [pp].
+
+    `divided`: by the distributed optimizer; `tied`: the output layer has the weights of the embedding.
+    """
+    weights, parallel = gpu_weights(job), job.parallel
+    if tied and parallel.pp == 1:
+        weights[0] -= job.model.vocabulary_weights / parallel.tp
+    ranks = np.array(parallel.copies if divided else (1, 1))[:, None]
+    found: np.ndarray = (weights * (WEIGHT_BYTES + OPTIMIZER_BYTES / ranks)).sum(axis=0)
+    return found
 
 
 def gpu_weights(job: Job) -> np.ndarray:
@@ -74,7 +86,7 @@ def attention_tensors(job: Job) -> dict[str, Tensor]:
         # Where latents follow, the norm is no part of a linear layer.
         "norm": Tensor(layer_input_bytes(job), ("layernorm",) if model.kv_lora_rank else ()),
         "dropout": Tensor(_mask_bytes(job)),
-        "q": Tensor(w * model.query_size / p.tp, ("mla_up_proj",)),
+        "q": Tensor(w * model.query_size / p.tp, ("mla_up_proj",) if model.kv_lora_rank else ()),
         "kv": Tensor(0 if job.expands_again else w * seen * model.kv_values_per_rank(p.tp)),
         "out": Tensor(w * model.output_size / p.tp),
         "log-sum-exps": Tensor(4 * model.num_attention_heads / p.tp, ("core_attn",)),

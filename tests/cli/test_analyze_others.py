@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.describe import alternatives
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
@@ -82,7 +82,7 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
             profile=load_profile("h100-fa2"),
         )  # fmt: skip
         part = windows(np.full(200, 30_000), given.context_length)
-        found = layouts.relieved(given, Samples(parts=[part], context_length=given.context_length))
+        found = alternatives.relieved(given, Samples(parts=[part], context_length=given.context_length))
         assert replace(found, parallel=given.parallel) == given and (found == given or found.layers().sum() == 32)
         return found.parallel.split.pipeline_model_parallel_layout
 
@@ -107,8 +107,8 @@ def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_a_layer():
         global_batch_size=16,
         parallel=Parallel(tp=8, cp=2, pp=4, vpp=2, dp=4),
     )
-    assert layouts.sizes(job) == [(2, 4, 8), (8, 1, 1), (2, 1, 1), (4, 4, 8), (8, 4, 8), (4, 2, 16)]
-    assert (2, 4, 8) not in layouts.sizes(replace(job, parallel=replace(job.parallel, vpp=8)))
-    two, one = (layouts.sizes(replace(job, parallel=replace(job.parallel, dp=dp))) for dp in (2, 1))
+    assert alternatives.sizes(job) == [(2, 4, 8), (8, 1, 1), (2, 1, 1), (4, 4, 8), (8, 4, 8), (4, 2, 16)]
+    assert (2, 4, 8) not in alternatives.sizes(replace(job, parallel=replace(job.parallel, vpp=8)))
+    two, one = (alternatives.sizes(replace(job, parallel=replace(job.parallel, dp=dp))) for dp in (2, 1))
     assert (4, 4, 8) in two and (8, 4, 8) not in two and (4, 4, 8) not in one
-    assert [layouts.virtual_stages(layers, 4) for layers in (24, 28, 4, 126)] == [6, 7, 1, 1]
+    assert [alternatives.virtual_stages(layers, 4) for layers in (24, 28, 4, 126)] == [6, 7, 1, 1]

@@ -1,5 +1,6 @@
 """Commands as people paste them behind --, typed flags beside them, and what is to be taken out of them."""
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -85,10 +86,11 @@ def test_other_trainers_are_named(name, capsys):
 
 @pytest.mark.parametrize(
     ("name", "gpus", "chunks", "shape"),
-    [("550m", 32, 6, (24, 1280)), ("7b", 64, 8, (32, 4096)), ("70b", 256, 20, (80, 8192))],
-)
+    [("550m", 32, 6, (24, 1280)), ("7b", 64, 8, (32, 4096)), ("30b", 128, 12, (48, 7168)),
+     ("70b", 256, 20, (80, 8192))],
+)  # fmt: skip
 def test_our_own_slurm_scripts(name, gpus, chunks, shape, tmp_path):
-    """By `--dry-run`, without Slurm: the nodes that they ask for, and 128K by default."""
+    """By `--dry-run`, without Slurm: the nodes that they ask for, 128K by default, and that H100s have the memory."""
     write_index(tmp_path / "corpus.idx", np.full(99, 9000))
     job = ["bash", str(ROOT / f"scripts/slurm/{name}.sbatch"), "--dry-run", "--seed", "7"]
     env = {"PATH": os.environ["PATH"], "DATA_PATH": str(tmp_path / "corpus")}
@@ -102,6 +104,11 @@ def test_our_own_slurm_scripts(name, gpus, chunks, shape, tmp_path):
     assert blend.prefixes == [str(tmp_path / "corpus")]
     assert not any("attention cross documents" in note for note in found.run.judged.remarks)  # they have --wlb already
     assert not list(tmp_path.glob("runs*"))
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    for windows, more in itertools.product((4, 16), ("", full)):
+        flags = f"--vocab-size 32000 --global-batch-size {windows * parallel.dp} {more} --"
+        known = run(flags, *map(shlex.quote, shlex.split(line))).on_device()
+        assert known.budget is not None and known.job().max_tokens >= 131072
 
 
 def test_what_training_refuses_is_to_be_taken_out(capsys):

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_wlb import __version__
-from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
+from megatron_wlb.cli.analyze.setup import DELAY, MEGATRON, WARM_UP, Megatron, Setup, schemes
+from megatron_wlb.describe.alternatives import gib, layout_flags
 from megatron_wlb.hardware.network import NETWORKS
 from megatron_wlb.hardware.profile import Profile, generations, gpu_of, load_profile, profile_file
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.micro_batches import ALIKE, DELAY
+from megatron_wlb.plan.micro_batches import ALIKE
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import peak_bytes
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances
@@ -122,6 +122,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         ],
         "schemes": numbers,
         "layouts": others.layouts(),
+        "recompute": others.recompute(),
         "delay": others.delay(),
         "other_flags": others.flags(),
         "flags": setup.flags(),
@@ -156,7 +157,7 @@ class Others(NamedTuple):
         return [
             {name: getattr(job.parallel, name) for name in sizes}
             | {name: getattr(job, name) for name in of_job}
-            | {"gib": layouts.gib(job), "megatron": self._of_megatron(job)}
+            | {"gib": gib(job), "megatron": self._of_megatron(job), "flags": layout_flags(job)}
             | faster
             for job, faster in tried[:MOST_LAYOUTS]
         ]
@@ -166,6 +167,13 @@ class Others(NamedTuple):
         with contextlib.suppress(ValueError):  # such as of a micro-batch size that does not divide the windows
             return _speedup(self._measure("thd", self.setup.without_wlb("thd", job)), self.measured["thd"])[0]
         return None
+
+    def recompute(self) -> dict[str, Any] | None:
+        """Return the recomputation with which the run is fastest within memory, if that is not its own."""
+        job = self.setup.recomputed
+        if job.recompute == self.setup.job.recompute or (faster := self._faster(job, ALIKE)) is None:
+            return None
+        return {"flags": job.recompute.flags, "gib": gib(job)} | faster
 
     def delay(self) -> dict[str, Any] | None:
         """Return what a delay brings; None if little."""

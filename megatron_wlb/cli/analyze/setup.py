@@ -9,19 +9,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.data import data_of
 from megatron_wlb.cli.job import Run
+from megatron_wlb.describe import alternatives
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.documents import PackedBatch, Shard, ShardPlan
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing import DEFAULT_POLICY
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.pipeline.schedule import nearest_counts
-from megatron_wlb.plan.micro_batches import DELAY, Prediction, predictions
+from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.settings import flag_with_value
@@ -32,6 +31,8 @@ from megatron_wlb.simulate.step import SimulatedStep, simulate_step
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
 """Schemes without --wlb: tokens attend across documents, as upstream's flags have it; or inside, each document divided
 over context-parallel ranks, as in packed sequences (THD)."""
+DELAY = AdaptivePacking(max_delay_steps=30)
+"""The delay that is tried beside the same step."""
 WARM_UP = 30
 """Steps that are packed and not counted, while queues of a scheme that delays fill."""
 SAMPLES, LEAST_STEPS, MOST_STEPS = 1 << 15, 64, 256
@@ -160,7 +161,17 @@ class Setup:
     @cached_property
     def layouts(self) -> list[Job]:
         """Jobs of --wlb in other layouts of the same GPUs."""
-        return list(layouts.jobs(self.run, self.job, self.samples)) if self._chooses(self.job.packing) else []
+        if not self._chooses(self.job.packing):
+            return []
+        return list(alternatives.layouts(self.run, self.job, self.samples))
+
+    @cached_property
+    def recomputed(self) -> Job:
+        """The job with the recomputation that is predicted to be fastest within memory."""
+        if not self._chooses(self.job.packing):
+            return self.job
+        found = alternatives.recomputation(self.run, self.job, self.samples)
+        return self.job if found is None else found.job
 
     @cached_property
     def delayed(self) -> Job | None:
@@ -185,7 +196,7 @@ class Setup:
         if rows and not job.tp_tile_rows and job.parallel.tp <= job.profile.network.gpus_per_node:
             overlap = tp_overlap(job.parallel.tp)
             found["--tp-comm-overlap"] = replace(job, tp_overlap=overlap, tp_tile_rows=rows)
-        relieved = layouts.relieved(job, self.samples)
+        relieved = alternatives.relieved(job, self.samples)
         budget = self.run.budget
         layout = relieved.parallel.split.pipeline_model_parallel_layout
         fits = budget is None or largest_max_tokens(relieved, budget) >= job.max_tokens
@@ -194,19 +205,14 @@ class Setup:
         return found
 
     def without_wlb(self, name: str, job: Job | None = None) -> Job:
-        """Return a job (None: this one) as a scheme of `MEGATRON` trains it, one window per micro-batch.
-
-        By a ring; TransformerEngine's takes no sliding windows, so these models gather keys.
-        """
-        job = job or self.job
-        job = _by_windows(job, job.parallel.group_size or job.parallel.pp)
-        exchange = "all" if job.model.windowed_share else "ring"
-        job = replace(job, packing=OriginalPacking(), cp_exchange=exchange, whole_documents=False, tp_tile_rows=0)
-        job = replace(job, reorder=False, overlap_transfers=self.megatron.overlap_transfers)
-        a = self.run.arguments
-        dispatcher = a.moe_token_dispatcher_type or job.moe_dispatcher
-        job = replace(job, moe_dispatcher=dispatcher, fp8_attention=a.fp8_dot_product_attention)
-        return job.sharded(cp_sharding=MEGATRON[name])
+        """Return a job (None: this one) as a scheme of `MEGATRON` trains it, one window per micro-batch."""
+        a, job = self.run.arguments, without_wlb(job or self.job, cp_sharding=MEGATRON[name])
+        return replace(
+            job,
+            overlap_transfers=self.megatron.overlap_transfers,
+            moe_dispatcher=a.moe_token_dispatcher_type or job.moe_dispatcher,
+            fp8_attention=a.fp8_dot_product_attention,
+        )
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """Yield `count` steps as a scheme would train them, after a warm-up if it delays."""
@@ -231,18 +237,9 @@ class Setup:
     def pins(self) -> str:
         """Return the flags that pin what `auto` chose."""
         chosen = {"micro_batches": self.job.num_micro_batches} if self._chooses(self.job.packing) else {}
-        if self.run.settings.max_tokens == "auto":
+        if self.run.settings.max_tokens == "auto" or (chosen and self.run.settings.max_tokens is None):
             chosen["max_tokens"] = self.job.max_tokens
         return " ".join(flag_with_value(name, value) for name, value in chosen.items())
-
-
-def _by_windows(job: Job, group_size: int | None) -> Job:
-    """Return the job with one micro-batch per window, in groups if possible."""
-    parallel, windows = job.parallel, job.global_batch_size
-    each = windows // parallel.dp
-    if parallel.vpp == 1 or (group_size and each not in nearest_counts(each, parallel.pp, group_size)):
-        group_size = None
-    return replace(job, num_micro_batches=windows, parallel=replace(parallel, group_size=group_size))
 
 
 def schemes(setup: Setup) -> dict[str, Job]:

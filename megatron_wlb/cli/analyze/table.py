@@ -14,6 +14,8 @@ TITLES = {"plain": "Megatron", "thd": "Megatron, documents apart", "ours": "--wl
 SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
 SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
 """Titles of the rows to read first."""
+WORTH = 1.05
+"""Speed-up by another layout or recomputation from which it is said first."""
 MOST_FACTS = 6
 """Sentences that are shown first."""
 
@@ -202,6 +204,7 @@ def in_words(report: Report) -> dict[str, Any]:
         "headline": f"{first} {rest}",
         "rest": rest,
         "warnings": entries["warnings"],
+        "faster": list(_faster(entries)),
         "job": _job(report),
         "source": f"{run}; data: {data}; {entries['date']}, megatron_wlb {entries['release']}",
         "rows": every,
@@ -209,6 +212,18 @@ def in_words(report: Report) -> dict[str, Any]:
         "flags": [(title, text) for title, text in flags.items() if text and gain(report) > 0],
         "facts": facts(report),
     }
+
+
+def _faster(entries: dict[str, Any]) -> Iterator[str]:
+    """Yield the recomputation and the layout with which the same GPUs are faster, if by `WORTH`."""
+    found = [(each, each["flags"] or "nothing recomputed") for each in (entries["recompute"],) if each]
+    found += [(each, each["flags"]) for each in entries["layouts"][:1]]
+    for each, flags in found:
+        if each["gain"] >= WORTH:
+            yield (
+                f"With {flags} on the same GPUs, --wlb is predicted to be {each['gain']:.2f} times as fast as here, "
+                f"{each['speedup']:.2f} times as fast as {TITLES['thd']}, with {each['gib']:.0f} GiB a GPU."
+            )
 
 
 def _job(report: Report) -> str:
@@ -236,6 +251,8 @@ def show(words: dict[str, Any], console: Any, *, verdict_only: bool) -> None:
         return
     for warning in words["warnings"]:
         say(f"! {warning}")
+    for sentence in words["faster"]:
+        say(sentence, "bold")
     say(words["job"])
     console.print(common.table(words["rows"][0], words["rows"][1:], bold=(SPEEDUP,)))
     for fact in words["facts"][:MOST_FACTS]:

@@ -1,4 +1,4 @@
-"""Other layouts of the same GPUs, and fewer layers beside the vocabulary."""
+"""Other ways to train a run on its GPUs: layouts, recomputation, and fewer layers beside the vocabulary."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.cli.job import Run
+from megatron_wlb.describe.megatron import Description
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.split import laid_out
-from megatron_wlb.plan.micro_batches import predictions
+from megatron_wlb.plan.micro_batches import Prediction, predictions, recomputed, time_per_work
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.simulate.memory import peak_bytes, weight_bytes
 
@@ -45,20 +45,43 @@ def virtual_stages(layers: int, pp: int) -> int:
     return 1 if pp == 1 or layers % pp else layers // pp
 
 
-def jobs(run: Run, job: Job, samples: Samples) -> Iterator[Job]:
-    """Yield the job in every other layout that fits memory, its micro-batches chosen.
-
-    None with experts: a job knows only those that a token goes to.
-    """
-    for cp, pp, vpp in sizes(job) if not job.model.moe_router_topk else ():
+def layouts(run: Description, job: Job, samples: Samples, *, first_sample: int = 0) -> Iterator[Job]:
+    """Yield the job in every other layout that fits memory, its micro-batches chosen."""
+    for cp, pp, vpp in sizes(job):
         layout: dict[str, Any] = {"context_parallel_size": cp, "pipeline_model_parallel_size": pp}
         layout |= dict.fromkeys(_OF_STAGES) | {"num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None}
-        settings = replace(run.settings, max_tokens=None, memory_budget=None)
-        other = replace(run, arguments=replace(run.arguments, **layout), settings=settings, budget=None)
+        other = replace(run, arguments=replace(run.arguments, **layout)).without_memory()
         with contextlib.suppress(ValueError):
-            if (budget := run.budget_bytes(other.job())) is not None:
+            if (budget := _budget_in(run, job, other)) is not None:
                 known = replace(other, budget=budget)
-                yield predictions(known.job(), known.job, samples, memory_known=True)[0]
+                yield predictions(known.job(), known.job, samples, memory_known=True, first_sample=first_sample)[0]
+
+
+def _budget_in(run: Description, job: Job, other: Description) -> float | None:
+    """Return bytes for activations in another layout, by what weights take in both; None: it cannot tell."""
+    mine, others = run.held_bytes(job), other.held_bytes(other.job())
+    return None if run.budget is None or mine is None or others is None else run.budget + mine - others
+
+
+def layout_flags(job: Job) -> str:
+    """Return Megatron's flags for the context-parallel ranks, stages and virtual stages of a job."""
+    p = job.parallel
+    flags = f"--context-parallel-size {p.cp} --pipeline-model-parallel-size {p.pp}"
+    return flags + (f" --num-virtual-stages-per-pipeline-rank {p.vpp}" if p.vpp > 1 else "")
+
+
+def recomputation(run: Description, job: Job, samples: Samples, *, first_sample: int = 0) -> Prediction | None:
+    """Return the job with the fastest recomputation within memory, and its time over the run's `job`; None if unknown.
+
+    Of the run's own recomputation it is `job` itself.
+    """
+    if run.budget is None:
+        return None
+    free = run.without_memory().job()
+    own = Prediction(job, time_per_work(job, free, samples, first_sample), 0.0)
+    found = recomputed(free, run.job, samples, run.budget, first_sample=first_sample)
+    best = min((own, *found), key=lambda each: each.time)
+    return best._replace(time=best.time / own.time)
 
 
 def relieved(job: Job, samples: Samples) -> Job:

@@ -1,0 +1,80 @@
+"""What fits memory: all that Megatron's own run of the same flags fits, and by default as much as there is room for."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.step_time import CASES, LAYOUTS, job_of
+from megatron_wlb.describe.flags import PlanSettings
+from megatron_wlb.describe.make import default_max_tokens
+from megatron_wlb.job import Recompute
+from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
+
+WAYS = (
+    Recompute(),
+    Recompute(granularity="selective", modules=("mlp",)),
+    Recompute(granularity="full", method="block", num_layers=1),
+    Recompute(granularity="full", method="uniform", num_layers=1),
+)
+ONE_EACH = {(case.layout, case.window, case.windows, case.dp): case for case in CASES}.values()
+
+
+def needed(job):
+    return max(peak_bytes(job, stage) for stage in range(job.parallel.pp))
+
+
+@pytest.mark.parametrize("recompute", WAYS, ids=lambda way: way.flags or "none")
+def test_what_megatron_holds_is_held(recompute):
+    """By default nothing is refused in the very memory that Megatron's own run needs, in every job of `step_time`."""
+    assert {case.layout for case in ONE_EACH} == set(LAYOUTS)
+    for case in ONE_EACH:
+        free = job_of(case, recompute=recompute)
+        budget = needed(without_wlb(free))
+        for tight in (False, True):
+            held = job_of(case, recompute=recompute, budget_bytes=budget, tight=tight)
+            assert held.num_micro_batches == free.num_micro_batches
+            assert case.window <= held.max_tokens <= default_max_tokens(free), case.title
+            # The exchange of K and V, and stages whose transfers overlap, take at most so much more.
+            assert needed(held) <= max(1.03 * budget, budget + 2**29), case.title
+        with pytest.raises(ValueError, match="and Megatron's own do not fit either; "):
+            job_of(case, recompute=recompute, budget_bytes=budget / 2)
+
+
+def test_the_longest_micro_batch_falls_to_what_fits():
+    case = next(each for each in CASES if each.title == "70B PP4, 16 of 128K")
+    free = job_of(case)
+    short = replace(free, parallel=replace(free.parallel, group_size=free.parallel.pp))
+    for share, expected in ((1.1, None), (1.4, default_max_tokens(free))):
+        budget = share * needed(without_wlb(free))
+        job = job_of(case, budget_bytes=budget)
+        assert job.max_tokens == (expected or largest_max_tokens(short, budget))
+        assert case.window <= job.max_tokens <= default_max_tokens(free)
+        assert job_of(case, budget_bytes=budget, tight=True).max_tokens == case.window
+        assert needed(job) <= budget
+    budget, settings = 1.1 * needed(without_wlb(free)), PlanSettings(max_tokens=163840)
+    with pytest.raises(ValueError, match=r"micro-batches of 163840 tokens \(S_max\) need more memory"):
+        job_of(case, budget_bytes=budget, settings=settings)
+
+
+def test_what_fits_nowhere_says_with_what_it_would():
+    """The least recomputation, or else the budget."""
+    case = next(each for each in CASES if each.title == "405B PP14, VPP 9, 14 of 128K")
+    free = job_of(case)
+    ring = needed(without_wlb(free))
+
+    def said(share, **changes):
+        with pytest.raises(ValueError, match="do not fit either") as caught:
+            job_of(case, budget_bytes=share * ring, **changes)
+        return str(caught.value)
+
+    assert said(0.7).endswith("; with --recompute-granularity selective --recompute-modules mlp they do")
+    assert said(0.2).endswith(
+        "; with --recompute-granularity full --recompute-method block --recompute-num-layers 1 they do"
+    )
+    assert job_of(case, budget_bytes=0.2 * ring, recompute=WAYS[2]).max_tokens >= case.window
+    budget = float(re.search(r"takes least, it needs --wlb-memory-budget ([\d.]+)$", said(0.05))[1])
+    job_of(case, budget_bytes=budget * 2**30, recompute=WAYS[2])
+    with pytest.raises(ValueError, match="do not fit either"):
+        job_of(case, budget_bytes=0.85 * budget * 2**30, recompute=WAYS[2])
