@@ -101,9 +101,9 @@ class _Run(Callback):  # type: ignore[misc]
         ):
             yield
 
-    def forward_step(self, data_iterator: Any, model: Any) -> Any:
-        """Run the forward pass of one micro-batch."""
-        return self._training.forward_step(data_iterator, model)
+    def forward_step(self, *args: Any, **given: Any) -> Any:
+        """Run the forward pass of one micro-batch, or return its plan."""
+        return self._training.forward_step(*args, **given)
 
     def on_train_step_end(self, context: Any) -> None:
         """Report the step, and give Bridge's FLOP count its documents."""

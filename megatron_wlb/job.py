@@ -230,6 +230,8 @@ class Job:
     all documents from rank to rank (`--cp-comm-type p2p`)."""
     overlap_transfers: bool = True
     """Transfers between interleaved stages overlap passes (`pipeline.Schedule`). Off by Megatron's defaults."""
+    overlaps_experts: bool = False
+    """A forward and a backward pass run by turns (`pipeline.Schedule`): `--overlap-moe-expert-parallel-comm`."""
     profile: Profile
     tp_overlap: float = 0.0
     """Share of tensor-parallel communication that overlaps matrix products: `--tp-comm-overlap`."""
@@ -399,6 +401,7 @@ class Job:
             micro_batches_per_rank=count,
             group_size=self.parallel.group_size,
             overlap_transfers=self.overlap_transfers and self.parallel.vpp > 1,
+            overlaps_experts=self.overlaps_experts,
         )
 
     def of_step(self, count: int, tokens: int) -> "Job":

@@ -148,7 +148,7 @@ class Run:
         """Run the job's script with few steps and without what leaves traces."""
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.optimizer import clip_grads, optimizer
-        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.pipeline_parallel import combined_1f1b, schedules
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
         from megatron.training import arguments, training
 
@@ -161,6 +161,7 @@ class Run:
             (training, "train_step", self._step, "data_iterator"),
             (schedules, "forward_step", functools.partial(self._pass, "forward")),
             (schedules, "backward_step", functools.partial(self._pass, "backward")),
+            (combined_1f1b, "combined_forward_backward_step", functools.partial(self._pass, "combined")),
             (BlendedMegatronDatasetBuilder, "build", _build),
         ]
         if self._task.wlb:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +31,8 @@ class Clock:
 
     def __init__(self) -> None:
         self._job: Job
-        self._spans: dict[str, list[tuple[Any, Any]]] | None = None
-        """Starts and ends, as returned by `_now`."""
+        self._spans: dict[str, list[list[tuple[Any, Any]]]] | None = None
+        """Starts and ends, as returned by `_now`, of the parts of every pass."""
 
     def begin(self) -> None:
         """Start a forward-backward pass. Nothing is recorded until `measure`."""
@@ -45,14 +45,27 @@ class Clock:
 
     @contextlib.contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Time a "forward" or "backward" pass, or an "exchange"."""
+        """Time a "forward" or "backward" pass, or an "exchange"; inside `passes`, a part of one."""
         with ranged(f"wlb {what}"):
             if self._spans is None:
                 yield
                 return
             began = _now()
             yield
-            self._spans[what].append((began, _now()))
+            self._spans[what].append([(began, _now())])
+
+    @contextlib.contextmanager
+    def passes(self, *ways: str) -> Iterator[None]:
+        """Take all that is timed inside for one pass each way, which run by turns."""
+        if self._spans is None:
+            yield
+            return
+        found, parts = self._spans, {way: list[list[tuple[Any, Any]]]() for way in ways}
+        self._spans = found | parts
+        yield
+        self._spans = found
+        for way in ways:
+            found[way].append([part for each in parts[way] for part in each])
 
     def exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `runtime.all_to_all._all_to_all` to time its waits."""
@@ -79,10 +92,9 @@ class Clock:
         chunks = self._job.schedule().table()[:, 1]
         passes = np.zeros((2, parallel.pp, parallel.vpp))
         for direction, (name, of) in enumerate((("forward", chunks), ("backward", parallel.vpp - 1 - chunks))):
-            seconds = [_seconds(*span) for span in self._spans[name]]
-            np.add.at(passes[direction, stage], of, seconds)
-        exchange = sum(_seconds(*span) for span in self._spans["exchange"])
-        span = _seconds(self._began, self._spans["backward"][-1][1])
+            np.add.at(passes[direction, stage], of, [_sum(parts) for parts in self._spans[name]])
+        exchange = sum(_sum(parts) for parts in self._spans["exchange"])
+        span = _seconds(self._began, self._spans["backward"][-1][-1][1])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         sums = torch.tensor([*passes.ravel(), exchange], device=device, dtype=torch.float64)
         longest = torch.tensor([span], device=device, dtype=torch.float64)
@@ -125,6 +137,10 @@ def _now() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def _sum(parts: Sequence[tuple[Any, Any]]) -> float:
+    return sum(_seconds(*part) for part in parts)
 
 
 def _seconds(began: Any, ended: Any) -> float:

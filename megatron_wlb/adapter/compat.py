@@ -30,6 +30,9 @@ _SCRIPT = "forward_step loss_func get_batch train_valid_test_datasets_provider c
 """Functions of upstream's `pretrain_gpt.py` that do not run with `--wlb`."""
 
 
+_COMMON = "megatron.core.models.common"
+
+
 class Upstream(NamedTuple):
     """What is otherwise in a minor version of megatron-core than in others."""
 
@@ -47,6 +50,8 @@ class Upstream(NamedTuple):
     """Whether the count of FLOPs takes lengths of documents."""
     rotary: Mapping[str, Any] = MappingProxyType({"mla_rotary_interleaved": True})
     """Arguments by which `apply_rotary_pos_emb` turns keys of latents as their layers do."""
+    nodes: tuple[str, str] = (f"{_COMMON}.fine_grained_callables", f"{_COMMON}.utils")
+    """Where the combined schedule has the functions of its nodes, and the class of a layer's."""
 
 
 def _upstream(digests: str, **otherwise: Any) -> Upstream:
@@ -60,6 +65,7 @@ _HYBRID = {
     "core_gpt_dataset_config_from_args": "6896cde15795994c",
 }
 _TRACKER = ("megatron.training.checkpointing", "open_file")
+_NODES = ("megatron.core.models.gpt.fine_grained_callables",) * 2
 SUPPORTED = {
     "0.17": _upstream(
         "830056db9be1fed4 80116155e68d00c3 2edaa2895089d19b 5788ef8f825317e0 25f5a633ee968c8d",
@@ -68,12 +74,14 @@ SUPPORTED = {
         router_losses=("megatron.training.training", "track_moe_metrics"),
         counts_documents=False,
         rotary={},
+        nodes=_NODES,
     ),
     "0.18": _upstream(
         "cb79a1f62ec91668 80116155e68d00c3 273e96b2c9332b7f 5788ef8f825317e0 25f5a633ee968c8d",
         passes_functions=True,
         tracker=_TRACKER,
         rotary={},
+        nodes=_NODES,
     ),
     "0.19": _upstream(_NEWEST, hybrid=_HYBRID),
     "0.20": _upstream(_NEWEST, hybrid=_HYBRID),  # what upstream's main calls itself

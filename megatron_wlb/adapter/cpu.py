@@ -33,7 +33,7 @@ class _Stream:
     def __enter__(self, *args: Any) -> "_Stream":
         return self
 
-    wait_stream = wait_event = record = record_event = synchronize = __enter__
+    wait_stream = wait_event = wait = record = record_event = synchronize = __enter__
 
 
 def _is_cuda(device: Any) -> bool:

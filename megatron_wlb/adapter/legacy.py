@@ -77,8 +77,8 @@ def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], A
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 
-    def forward_step(data_iterator: Any, model: Any) -> Any:
-        return run.training.forward_step(data_iterator, model)
+    def forward_step(*args: Any, **given: Any) -> Any:
+        return run.training.forward_step(*args, **given)
 
     replacements = compat.replaced(initialize, "_initialize_distributed", starting, ())
     with compat.prebuilt_dataset_helpers(), stack, replacements:

@@ -72,6 +72,8 @@ class PlannedP2PCommunicator(P2PCommunicator):
         *received, requests = super()._communicate(wait_on_reqs=False, **rest)
         for name in ("send_next", "send_prev"):
             if name in requests:
+                # Detached, so that it keeps its memory: upstream frees an output by giving the tensor other data, and
+                # NCCL holds only the tensor until it has sent it.
                 self._sent.append((requests.pop(name), rest[f"tensor_{name}"].detach()))
         self.settle(self.pp_group.size())
         return *received, requests
@@ -79,7 +81,11 @@ class PlannedP2PCommunicator(P2PCommunicator):
     def settle(self, kept: int = 0) -> None:
         """Wait for all pending sends but the last `kept`."""
         while len(self._sent) > kept:
-            self._sent[0][0].wait()
+            request, tensor = self._sent[0]
+            request.wait()
+            # Only this stream waits. In the combined schedule it may be the communication stream, and the memory that
+            # of the computation stream, which would use it again at once.
+            tensor.record_stream(torch.cuda.current_stream())
             self._sent.popleft()  # only now, since the tensor must live until it is sent
 
     def _communicate_shapes(

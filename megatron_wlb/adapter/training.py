@@ -22,7 +22,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap
 from megatron.training import checkpointing, initialize, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import compat, data, datasets, experts, jobs, linear, loss, tiles
+from megatron_wlb.adapter import compat, data, datasets, experts, jobs, linear, loss, overlap, tiles
 from megatron_wlb.adapter.clock import ranged
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.datasets import SplitData
@@ -180,8 +180,10 @@ class Training:
         planner = self._plans.planner(split, first_step)
         return data.loader(dataset, planner, first_step, args.num_workers, exit_signal)
 
-    def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-        """Run the forward pass of one micro-batch."""
+    def forward_step(
+        self, data_iterator: Iterator[Batch], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Any]:
+        """Run the forward pass of one micro-batch, or return its plan for upstream's combined schedule."""
         with training.stimer(bdata=True):  # --log-straggler
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions if batch.positions is None else batch.positions
@@ -197,8 +199,10 @@ class Training:
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
         )
-        with training.stimer, torch.profiler.record_function(name), self._report.clock.span("forward"):
-            output = model(
+        # A plan is timed as it runs (`overlap`).
+        timed = contextlib.nullcontext() if return_schedule_plan else self._report.clock.span("forward")
+        with training.stimer, torch.profiler.record_function(name), timed:
+            output = (model.build_schedule_plan if return_schedule_plan else model)(
                 tokens,
                 positions.unsqueeze(0),
                 None,
@@ -207,8 +211,9 @@ class Training:
                 packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, ahead=ahead),
                 **({} if batch.padding is None else {"padding_mask": _rows_of(model, batch.padding)}),
             )
-        # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
-        get_attr_wrapped_model(model, "set_input_tensor")(None)
+        if not return_schedule_plan:  # which has yet to read it
+            # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
+            get_attr_wrapped_model(model, "set_input_tensor")(None)
         # Upstream's evaluation of conversations is the mean of their micro-batches' means.
         of_means = batch.split != "train" and self._args.wlb_sft
         given = None if weights is None else weights[0]
@@ -223,9 +228,11 @@ class Training:
     def installed(self) -> Iterator[None]:
         """Apply the replacements for training in upstream, and in our exchange to time it."""
         predicts_ahead = loss.installed(functools.partial(adapt_mtp, options=self.attention))
+        overlaps = self._args.overlap_moe_expert_parallel_comm
         with (
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             experts.installed(lambda: self._trained_share) if self._args.num_experts else contextlib.nullcontext(),
+            overlap.installed(self._report.clock) if overlaps else contextlib.nullcontext(),
             linear.installed() if has_linear_layers(self._args) else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
             compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from megatron_wlb.describe.arguments import flag_of
-from megatron_wlb.describe.megatron import has_user_buffers
+from megatron_wlb.describe.megatron import has_linear_layers, has_user_buffers
 from megatron_wlb.describe.refusals import Lenient, dispatches
 from megatron_wlb.describe.same import said
 
@@ -34,6 +34,11 @@ def _off(name: str, reason: str, price: str = "") -> _Adaptation:
 
 
 _ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
+
+_NO_OVERLAP = _without(
+    "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"
+)
+_NOT_HIDDEN = "the all-to-all of experts is no longer hidden"
 
 _ADAPTATIONS = (
     _Adaptation(
@@ -104,10 +109,16 @@ _ADAPTATIONS = (
         "inputs of experts vary in length",
     ),
     _Adaptation(
-        _if_set("overlap_moe_expert_parallel_comm"),
-        _without("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"),
-        "it replaces the pipeline schedule",
-        "the all-to-all of experts is no longer hidden",
+        lambda a, given: a.overlap_moe_expert_parallel_comm and has_linear_layers(a),
+        _NO_OVERLAP,
+        "linear and hybrid layers have nodes of their own in the schedule, which route without a padding mask",
+        _NOT_HIDDEN,
+    ),
+    _Adaptation(
+        lambda a, given: a.overlap_moe_expert_parallel_comm and a.moe_ncclep_zero_copy,
+        _NO_OVERLAP,
+        f"--moe-ncclep-zero-copy with it: {_ONE_SIZE}",
+        _NOT_HIDDEN,
     ),
     _Adaptation(
         _if_set("use_megatron_fsdp", "use_torch_fsdp2"),

@@ -118,6 +118,7 @@ class MegatronArguments:
     pipeline_model_parallel_layout: str | None = None
     use_tp_pp_dp_mapping: bool = False
     overlap_p2p_comm: bool = True
+    overlap_moe_expert_parallel_comm: bool = False
     tp_comm_overlap: bool = False
     recompute_activations: bool = False
     recompute_granularity: Annotated[str, Meta(pattern="^(full|selective)$")] | None = None

@@ -5,7 +5,9 @@ posts and waits when is what megatron-core 0.19 does by default: the plain sched
 does the interleaved one (`--overlap-p2p-communication`) in warm-up and cool-down, and in between it receives one pass
 ahead, and waits for an output until it is sent, and for a gradient until after the next backward. With
 `Schedule.overlap_transfers` it receives ahead throughout (`--overlap-p2p-communication-warmup-flush`) and waits for no
-send. Tests compare this with upstream's own functions. `passes_of` leaves transfers out.
+send. Passes that run by turns (`Schedule.overlaps_experts`) are a pair: they begin when the inputs of both are there,
+run here one after the other, and send when both have ended. Tests compare this with upstream's own functions.
+`passes_of` leaves transfers out.
 """
 
 from collections import deque
@@ -44,22 +46,56 @@ def graph_of(schedule: Schedule) -> Graph:
         waits = _plain(chains)
     else:
         waits = (_hidden if schedule.overlap_transfers else _interleaved)(schedule, chains)
+    forward, backward = pairs = _pairs(schedule, chains)
+    posts = _posts(schedule, chains, *pairs)
+    waits.sync[forward], waits.sync[backward] = forward, posts[backward]
     first[:num], second[:num] = waits.arrival, np.where(chains.before != NONE, waits.after[chains.before], NONE)
     sent = TRANSFER * num + senders
-    first[sent], second[sent] = senders, waits.ready
+    of_pass = (waits.ready != NONE) & (waits.ready < num)
+    first[sent], second[sent] = posts[senders], np.where(of_pass, posts[waits.ready % num], waits.ready)
     joins = np.flatnonzero(waits.extra != NONE)
     resumes = RESUME * num + joins
     first[resumes], second[resumes] = waits.sync[joins], waits.extra[joins]
+    # Both passes of a pair begin when the inputs of both are there. A forward pass of a pair needs no such node itself.
+    begins = RESUME * num + forward
+    first[begins], second[begins], second[forward] = second[forward], waits.arrival[backward], begins
+    first[backward] = NONE
 
-    keys = np.concatenate((4 * chains.keys, 4 * chains.keys + 1, np.zeros(num, np.int64)))
+    # A pair posts behind its backward pass, which has the key behind that of its forward pass.
+    behind = np.repeat((9, 3) if len(forward) else (1, 1), num // 2)
+    keys = np.concatenate((8 * chains.keys, 8 * chains.keys + behind, np.zeros(num, np.int64)))
     keys[resumes] = np.maximum(keys[waits.sync[joins]], keys[waits.extra[joins]]) + 1
-    nodes = np.concatenate((PASS * num + np.arange(num), sent, resumes))
+    keys[begins] = np.maximum(*(np.where(each[begins] == NONE, 0, keys[each[begins]]) for each in (first, second))) + 1
+    nodes = np.concatenate((PASS * num + np.arange(num), sent, resumes, begins))
     nodes = nodes[np.argsort(keys[nodes].astype(np.int32))]
     place = np.zeros(3 * num + 1, np.int64)  # place[NONE] is the beginning of the step
     place[nodes] = 1 + np.arange(len(nodes))
     before = np.stack((place[first[nodes]], place[second[nodes]]))
     assert (before <= np.arange(len(nodes))).all(), schedule
     return Graph(nodes=nodes, first=before[0], second=before[1])
+
+
+def _pairs(schedule: Schedule, chains: "_Chains") -> tuple[np.ndarray, np.ndarray]:
+    """Return forward and backward passes that run by turns (`Schedule.overlaps_experts`), int64 [pairs] each."""
+    none = np.empty(0, np.int64)
+    if not schedule.overlaps_experts or schedule.num_stages == 1:  # nothing is sent
+        return none, none
+    phases = _phases(schedule, chains)
+    steady = [passes[phases.steady[passes]] for passes in phases.by_turn.reshape(2, -1)]
+    return steady[0], steady[1]
+
+
+def _posts(schedule: Schedule, chains: "_Chains", forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Return the node after which what follows a pass is sent and received, int64 [passes].
+
+    A pair posts when both passes have ended: first what follows the forward pass, then what follows the backward pass,
+    and in between it waits for the first send without `Schedule.overlap_transfers`.
+    """
+    posts, sends = np.arange(chains.ids.size), np.zeros(chains.ids.size, bool)
+    sends[chains.senders] = not schedule.overlap_transfers
+    posts[forward] = backward
+    posts[backward] = np.where(sends[forward], TRANSFER * len(posts) + forward, backward)
+    return posts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,9 @@ class Schedule:
     overlap_transfers: bool = False
     """An interleaved stage waits for no send, and receives a pass ahead throughout (`adapter/p2p.py`). Upstream's
     default is to wait for each send, and in warm-up and cool-down for each receive."""
+    overlaps_experts: bool = False
+    """After one more forward pass in warm-up, the layers of a forward pass and of the backward pass behind it run by
+    turns (`--overlap-moe-expert-parallel-comm`)."""
 
     def __post_init__(self) -> None:
         stages, count = self.num_stages, self.micro_batches_per_rank
@@ -29,6 +32,11 @@ class Schedule:
                 f"a pipeline has {stages} stages, {self.num_chunks} chunks, {count} micro-batches; give one of each"
             )
         if self.num_chunks == 1:
+            if self.overlaps_experts and stages > 1:
+                raise ValueError(
+                    f"a pipeline of {stages} stages without virtual ones does not overlap experts; give "
+                    "--num-virtual-stages-per-pipeline-rank, or leave --overlap-moe-expert-parallel-comm out"
+                )
             return
         if stages == 1:
             raise ValueError(
@@ -70,14 +78,25 @@ class Schedule:
     def warm_up(self, stage: int) -> int:
         """Return the forward passes of `stage` before its first backward; a step may have fewer."""
         behind = self.num_stages - 1 - stage
-        return behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
+        first = behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
+        return first + self.overlaps_experts
 
     def in_flight(self, stage: int, weights: np.ndarray | float = 1.0) -> float:
-        """Return the most forward passes that a stage holds, or what `weights` of them sum to."""
+        """Return the most forward passes that a stage holds, or what `weights` of them sum to.
+
+        Of two whose layers run by turns, one is there as far as the other has gone.
+        """
         if np.ptp(weights) == 0:
-            return min(self.micro_batches_per_rank * self.num_chunks, self.warm_up(stage) + 1) * float(np.max(weights))
+            most = self.warm_up(stage) + (not self.overlaps_experts)
+            return min(self.micro_batches_per_rank * self.num_chunks, most) * float(np.max(weights))
         ops, weights = self.ops(stage), np.asarray(weights)
-        return float((np.where(ops["backward"], -1, 1) * weights[ops["chunk"]]).cumsum().max())
+        held = (np.where(ops["backward"], -1, 1) * weights[ops["chunk"]]).cumsum()
+        return float(held[~self.begins_pair(stage)].max())
+
+    def begins_pair(self, stage: int) -> np.ndarray:
+        """Return which of `ops` are forward passes that run by turns with the backward pass behind them, bool [ops]."""
+        forward = ~self.ops(stage)["backward"]
+        return forward & (forward.cumsum() > self.warm_up(stage)) & self.overlaps_experts
 
     def turns(self, stage: int) -> np.ndarray:
         """Return the rank of passes on `stage`, int64 [2, num_chunks, micro_batches_per_rank].

@@ -243,15 +243,19 @@ def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Move
     """Return peak activation bytes of a stage in a step; `rows` of its micro-batches on a rank: float64 [M]."""
     kept, _ = token_bytes(job, stage)
     running = np.array([token_bytes(job, stage, each)[1] for each in moved])
-    ops = job.schedule(len(rows)).ops(stage)
+    schedule = job.schedule(len(rows))
+    ops, begins_pair = schedule.ops(stage), schedule.begins_pair(stage)
     backward, chunk, size = ops["backward"], ops["chunk"], rows[ops["micro_batch"]]
-    level = (np.where(backward, -1, 1) * kept[chunk] * size).cumsum()
+    change = np.where(backward, -1, 1) * kept[chunk] * size
+    level = change.cumsum()
     outputs = backward & (stage == job.parallel.pp - 1) & (chunk == job.parallel.vpp - 1)
     at_output = _output_bytes(job) if outputs.any() else 0
     # A backward pass still has what it frees; logits are gone when layers begin.
     in_layers = kept[chunk] + running[ops["micro_batch"]] - at_output
     most = np.maximum(in_layers, (kept[chunk] + at_output + _moving_bytes(job)) * outputs)
-    return float((level + backward * most * size).max())
+    # Of a pair, the forward pass fills while the backward pass frees.
+    level -= np.minimum(np.roll(begins_pair * change, 1), -change * backward)
+    return float((level + backward * most * size)[~begins_pair].max())
 
 
 def most_kept(job: Job, stage: int, longest: int, kept: np.ndarray) -> float:
@@ -300,6 +304,8 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
         at_once += together * float(in_layer.max())
     else:
         kept = layers * each
+    if job.overlaps_experts:
+        at_once += float(in_layer.max())  # of the forward pass that runs by turns
     if not model.kv_lora_rank:
         kept = kept + 4 * model.kv_channels  # rows of the rotary table in fp32, looked up in every virtual stage
     return kept, at_once + _moving_bytes(job) + _output_bytes(job) * (stage == parallel.pp - 1)

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_wlb.cost.attention import Directions, attention_kernels, exchange_model, expansion, exposed_exchange
 from megatron_wlb.cost.linear import (
+    exposed_dispatch,
     head_exchange,
     joining_matrix,
     loss,
@@ -16,7 +17,6 @@ from megatron_wlb.cost.linear import (
     recomputed,
     tiled,
     tiling,
-    token_exchange,
 )
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
@@ -162,7 +162,6 @@ def _layer_times(
     moved = parts * (gather + scatter), 2 * parts * gather + parts * scatter - overlapped
     every, bound = products(job, matrices, tokens), memory_bound(job, kind, tokens)
     of_experts = products(job, [m for m in matrices if m.part == "experts"], tokens)
-    dispatched = token_exchange(job, tokens) * (EXPERTS in model.parts_of(kind))
     by_tile = tiling(job, kind, tokens) if job.tiles else (0.0, 0.0)
     if kind in (FULL, WINDOWED):
         attention, exchange = _attention(job, shards, model.window_of(kind))
@@ -170,14 +169,14 @@ def _layer_times(
     else:
         none, moving, again = np.zeros((len(tokens), cp)), head_exchange(job, kind, tokens), 0.0
         attention, exchange = (none, none), (moving, moving)
-    linear = (
-        every.forward + bound[0] + dispatched + by_tile[0],
-        every.backward + bound[1] + dispatched + again + by_tile[1],
-    )
+    linear = every.forward + bound[0] + by_tile[0], every.backward + bound[1] + again + by_tile[1]
+    # The partner of a pass may be any other micro-batch of the rank.
+    beside = [float(np.mean(linear[i] + attention[i].max(axis=1))) for i in (1, 0)]
+    dispatched = [exposed_dispatch(job, tokens, each) * (EXPERTS in model.parts_of(kind)) for each in beside]
     forward, backward = (
         LayerTimes(
-            linear=linear[i],
-            experts=(of_experts.forward, of_experts.backward)[i] + dispatched,
+            linear=linear[i] + dispatched[i],
+            experts=(of_experts.forward, of_experts.backward)[i] + dispatched[i],
             tensor=moved[i] * exposed,
             attention=attention[i],
             slowest=attention[i].max(axis=1),

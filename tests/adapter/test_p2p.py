@@ -47,6 +47,17 @@ def test_what_is_sent_is_kept_for_a_while(monkeypatch):
     assert all(request.done for request in posted)
 
 
+def test_memory_of_what_was_sent_waits_for_the_stream_that_waited(monkeypatch):
+    """Upstream's combined schedule settles on its communication stream; computation must not take the memory again."""
+    communicator, done = object.__new__(p2p.PlannedP2PCommunicator), []
+    request = SimpleNamespace(wait=lambda: done.append("sent"))
+    output = SimpleNamespace(record_stream=lambda stream: done.append(stream))
+    communicator._sent = deque([(request, output)])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "communication")
+    communicator.settle()
+    assert done == ["sent", "communication"] and not communicator._sent
+
+
 @pytest.mark.parametrize(
     ("rank", "posted"),
     [

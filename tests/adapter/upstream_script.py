@@ -49,10 +49,12 @@ def datasets(num_samples, vp_stage=None):
 datasets.is_distributed = True
 
 
-def forward_step(data_iterator, model):
+def forward_step(data_iterator, model, return_schedule_plan=False):
     batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
     inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask"))
     mask = batch["loss_mask"]
+    if return_schedule_plan:
+        return model.build_schedule_plan(*inputs, labels=batch["labels"], loss_mask=mask), functools.partial(loss, mask)
     if not has_linear_layers(get_args()):
         return model(*inputs, labels=batch["labels"], loss_mask=mask), functools.partial(loss, mask)
     # No mask ends the states of such a model with a document, so it runs them one by one.

@@ -146,9 +146,9 @@ def test_a_misspelt_flag_is_refused(flag, meant, tmp_path, capsys):
 
 
 def test_what_training_switches_off_is_named():
-    found = run(RUN, JOB, "--cuda-graph-impl local --overlap-moe-expert-parallel-comm --dataloader-type single")
+    found = run(RUN, JOB, "--cuda-graph-impl local --log-max-attention-logit --dataloader-type single")
     assert found.judged.refused == found.judged.ignored == []
-    said = "Left out, since --wlb switches them off: --cuda-graph-impl --overlap-moe-expert-parallel-comm."
+    said = "Left out, since --wlb switches them off: --cuda-graph-impl --log-max-attention-logit."
     assert said in found.judged.remarks
     assert not any("switches" in remark for remark in run(RUN, JOB, "--cuda-graph-impl none").judged.remarks)
 

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import exchange_model, exposed_exchange, sharding_kernel
-from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, products, tiled, tiling, token_exchange
+from megatron_wlb.cost.linear import (
+    exposed_dispatch,
+    loss,
+    memory_bound,
+    output_matrix,
+    products,
+    tiled,
+    tiling,
+    token_exchange,
+)
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
@@ -109,8 +118,18 @@ def test_rows_travel_to_their_experts_and_back_by_hand(tp, etp):
     expected = 2 * (1 + 2) * row * tokens / tp / 2700e3 + 2 * (latency + sent * byte * 7 / 8)
     for name in ("all_gather", "reduce_scatter"):
         expected = expected + NETWORK.collective(name, sent * etp, Group(size=etp, stride=1))
-    assert token_exchange(given, tokens) == pytest.approx(expected)
-    assert not token_exchange(job(model=LLAMA2_7B, profile=MEASURED), tokens).any()
+    assert exposed_dispatch(given, tokens, 0) == pytest.approx(expected)
+    assert not exposed_dispatch(job(model=LLAMA2_7B, profile=MEASURED), tokens, 0).any()
+
+
+def test_what_passes_that_run_by_turns_hide_of_the_exchange_of_experts():
+    """At most what the other pass computes, and nothing of the copies of rows."""
+    given = job(model=replace(LLAMA2_7B, moe_router_topk=2), dp=8, ep=8, num_micro_batches=8, profile=MEASURED)
+    tokens, overlapped = np.array([4096.0, 8192.0]), replace(given, overlaps_experts=True)
+    moved, every = token_exchange(given, tokens), exposed_dispatch(given, tokens, 1e9)
+    assert 0 < moved[0] < every[0]
+    assert exposed_dispatch(overlapped, tokens, 1e9) == pytest.approx(every - 0.55 * moved)
+    assert exposed_dispatch(overlapped, tokens, moved[0]) == pytest.approx(every - 0.55 * moved[0])
 
 
 def test_work_is_exact_and_at_the_crossover_attention_costs_as_much_as_the_rest():
@@ -212,7 +231,7 @@ def test_dispatchers_of_tokens_to_experts():
     tokens = np.array([4096.0])
 
     def time(moe_dispatcher, ep):
-        return float(token_exchange(job(dp=ep, ep=ep, moe_dispatcher=moe_dispatcher, **sizes), tokens)[0])
+        return float(exposed_dispatch(job(dp=ep, ep=ep, moe_dispatcher=moe_dispatcher, **sizes), tokens, 0)[0])
 
     for ep in (4, 8, 64):
         assert time("flex", ep) < time("alltoall", ep)

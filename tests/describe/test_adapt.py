@@ -17,6 +17,7 @@ USUAL = {
 MOE, TP2 = {"num_experts": 4}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 HYBRIDEP = MOE | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
 ON, OFF = (False, True), (True, False)
+EXPERTS_OVERLAP = {"overlap_moe_expert_parallel_comm": OFF, "delay_wgrad_compute": OFF}
 
 SET = [
     ({"micro_batch_size": (4, 1)}, {}, "micro-batch-size 1 instead of 4: a mic"),
@@ -37,7 +38,12 @@ PRICED = [
     ({"enable_cuda_graph": OFF}, {}, "--enable-cuda-graph: "),
     ({"moe_pad_expert_input_to_capacity": OFF}, {}, "--moe-pad-expert-input-to-capacity: .* vary in length$"),
     ({"tp_comm_overlap": OFF}, TP2 | {"use_transformer_engine_op_fuser": True}, "hidden$"),
-    ({"overlap_moe_expert_parallel_comm": OFF, "delay_wgrad_compute": OFF}, {}, "--overlap-moe-expert.*hidden$"),
+    (
+        EXPERTS_OVERLAP,
+        {"experimental_attention_variant": "gated_delta_net", "swiglu": True},
+        "linear.*no longer hidden$",
+    ),
+    (EXPERTS_OVERLAP, {"moe_ncclep_zero_copy": True}, "--moe-ncclep-zero-copy with it: .*no longer hidden$"),
     ({"use_megatron_fsdp": OFF, "use_distributed_optimizer": ON}, {}, "--use-megatron-fsdp: .*; weights and gradients"),
     ({"use_torch_fsdp2": OFF, "use_distributed_optimizer": ON}, {}, "--use-torch-fsdp2: .*; weights and gradients"),
     ({"fine_grained_activation_offloading": OFF}, {}, "memory$"),
@@ -76,7 +82,8 @@ def test_one_change(changed, beside, line):
 
 
 def test_what_needs_no_change():
-    for given in ({}, {"reset_attention_mask": True}, MOE | {"moe_token_dispatcher_type": "alltoall"}):
+    overlap = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+    for given in ({}, {"reset_attention_mask": True}, MOE | {"moe_token_dispatcher_type": "alltoall"} | overlap):
         args = Namespace(**USUAL | given | {"wlb_strict": True})
         assert len(adapt(args, given).lines()) == 1
         kept = {name: value for name, value in vars(args).items() if name not in BEFORE}

@@ -5,12 +5,13 @@ every wait. `replay` plays the notes of all stages against each other, as NCCL w
 have posted it.
 """
 
+import inspect
 from collections import defaultdict
 from unittest import mock
 
 import numpy as np
 import torch
-from megatron.core.pipeline_parallel import schedules, utils
+from megatron.core.pipeline_parallel import combined_1f1b, schedules, utils
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -35,6 +36,7 @@ class Config:
         interleaved = schedule.num_chunks > 1
         self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
         self.overlap_p2p_comm_warmup_flush = interleaved and schedule.overlap_transfers
+        self.overlap_moe_expert_parallel_comm = schedule.overlaps_experts
         self.deallocate_pipeline_outputs = True
         self.microbatch_group_size_per_vp_stage = schedule.group
         self.virtual_pipeline_model_parallel_size = schedule.num_chunks if interleaved else None
@@ -99,13 +101,37 @@ def record(schedule: Schedule, stage: int) -> list:
         notes.append(("pass", done))
         return done
 
+    def combined(*args, **given):
+        """Both passes of a pair, or one alone, with communication around them as plans have it."""
+        call = signature.bind(*args, **given).arguments
+        forward, backward = call["f_model"] is not None, call["b_model"] is not None
+        done, grad, tokens = None, None, None
+        for hook in (call.get("pre_forward") if forward else None, call.get("pre_backward") if backward else None):
+            if hook is not None:
+                hook(None)
+        if forward:
+            done, tokens = forward_step(
+                current_microbatch=call["current_microbatch"], vp_stage=call.get("f_model_chunk_id") or 0
+            )
+        if backward:
+            grad = backward_step(None, call["b_output_tensor"], None, config)
+        for hook, result in ((call.get("post_forward"), done), (call.get("post_backward"), grad)):
+            if hook is not None and result is not None:
+                hook(result, None)
+        return done, tokens, grad
+
+    signature = inspect.signature(combined_1f1b.combined_forward_backward_step)
     interleaved = schedule.num_chunks > 1
     run = (
         schedules.forward_backward_pipelining_with_interleaving
         if interleaved
+        else schedules.forward_backward_no_pipelining
+        if schedule.overlaps_experts
         else schedules.forward_backward_pipelining_without_interleaving
     )
     with (
+        mock.patch.object(combined_1f1b, "combined_forward_backward_step", combined),
+        mock.patch.object(combined_1f1b, "set_streams"),
         mock.patch.object(schedules, "forward_step", forward_step),
         mock.patch.object(schedules, "backward_step", backward_step),
         mock.patch.object(schedules, "deallocate_output_tensor"),

@@ -135,6 +135,18 @@ def test_experts_take_even_shares_of_what_every_rank_has(tmp_path):
     assert all(rank["nccl"]["send of 2"]["bytes"] > 0 for rank in found["ranks"])
 
 
+def test_experts_overlap_in_as_much_memory_as_is_predicted(tmp_path):
+    """Of passes that run by turns, one fills memory as the other frees it."""
+    experts = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+    layout = "--num-layers 8 --tensor-model-parallel-size 1 --num-virtual-stages-per-pipeline-rank 2"
+    counts = "--global-batch-size 12 --wlb-micro-batches 12 --overlap-moe-expert-parallel-comm"
+    job = job_of(4, *f"{experts} {layout} {counts}".split(), without=("--sequence-parallel",))
+    found = rehearse(tmp_path, "--ranks", "all", "--steps", "2", job=job)
+    assert found["nccl"] == [] and found["verdict"] == "fits"
+    for rank in found["ranks"]:
+        assert rank["allocated_gib"] == pytest.approx(rank["predicted_gib"], rel=0.04)
+
+
 def test_a_job_of_a_log_that_is_too_large_is_told_with_its_rank(tmp_path, monkeypatch):
     stated = {"world_size": 4, "wlb_memory_budget": 40}  # or planning would refuse it
     (tmp_path / "evil.py").write_text("open('ran', 'w')\nx = None\n")

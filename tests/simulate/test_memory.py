@@ -280,6 +280,14 @@ def test_the_peak_of_a_step_is_of_its_own_micro_batches():
     assert step_peak_bytes(given, 3, even, alone) < 1000 * (kept[0] + last)  # logits are gone before layers go back
     uneven = np.array([1.0, 1.0, 1.0, 1000.0])
     assert step_peak_bytes(given, 0, uneven, alone) < step_peak_bytes(given, 0, even, alone)
+    # Of passes that run by turns, the forward pass fills as the backward pass frees, but for a layer of 2.
+    overlapped = replace(in_parallel(given, vpp=2), parallel=replace(given.parallel, vpp=2), overlaps_experts=True)
+    before, (kept, running) = replace(overlapped, overlaps_experts=False), token_bytes(overlapped, 0)
+    assert running == token_bytes(before, 0)[1] + layer_bytes(overlapped)
+    eight = np.full(8, 1000.0)
+    assert step_peak_bytes(overlapped, 0, eight, alone * 2) == 1000 * (
+        overlapped.schedule(8).in_flight(0) * kept[0] + running
+    )
     # At the loss, the last stage has what it sends: of as many micro-batches as stages, all recomputed.
     recomputed = replace(in_parallel(given, vpp=2), recompute=Recompute(granularity="full", num_layers=1))
     late, at_once = (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model
-from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, products, tiling, token_exchange
+from megatron_wlb.cost.linear import exposed_dispatch, loss, memory_bound, output_matrix, products, tiling
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
@@ -101,7 +101,7 @@ def test_experts_and_tiles_are_a_part_of_a_layer():
     given, tokens = job(model=MOE, tp=2, dp=4, ep=4, tp_tile_rows=4096), np.array([5000.0])
     found, exchanged, tiles = (
         layer_times(given, shards_of(given, [[5000]])),
-        token_exchange(given, tokens),
+        exposed_dispatch(given, tokens, 0),
         tiling(given, "*", tokens),
     )
     traffic, product = memory_bound(given, "*", tokens), products(given, given.model.matrices, tokens)
@@ -110,6 +110,22 @@ def test_experts_and_tiles_are_a_part_of_a_layer():
         assert found[i].linear == pytest.approx(every + traffic[i] + exchanged + tiles[i])
         assert found[i].experts == pytest.approx(of_experts + exchanged)
     assert exchanged > 0 and min(tiles) > 0
+
+
+def test_experts_overlap_with_what_the_other_pass_computes():
+    """A forward pass with a backward pass, and the other way, of the rank's mean micro-batch."""
+    given = job(model=MOE, dp=4, ep=4)
+    found, hidden = (
+        layer_times(each, shards_of(each, [[5000], [2000]])) for each in (given, replace(given, overlaps_experts=True))
+    )
+    tokens = np.array([5000.0, 2000.0])
+    dispatched = exposed_dispatch(given, tokens, 0)
+    for own, other in ((0, 1), (1, 0)):
+        beside = float(np.mean(found[other].linear - dispatched + found[other].slowest))
+        less = dispatched - exposed_dispatch(replace(given, overlaps_experts=True), tokens, beside)
+        assert less.min() > 0
+        assert hidden[own].total == pytest.approx(found[own].total - less)
+        assert hidden[own].experts == pytest.approx(found[own].experts - less)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), FULL])

@@ -1,0 +1,124 @@
+"""Packed micro-batches in upstream's combined schedule (`--overlap-moe-expert-parallel-comm`).
+
+It runs the layers of a micro-batch's forward pass and those of another's backward pass by turns, each in nodes:
+attention and router, dispatch, experts, combine. Nodes call parts of a layer, not the layer, so what upstream and this
+plugin do around a layer's forward pass is done here. No node takes the two micro-batches for equally long.
+"""
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.pipeline_parallel import combined_1f1b
+from megatron.core.pipeline_parallel.utils import ScheduleNode
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_wlb.adapter import compat
+from megatron_wlb.adapter.clock import Clock
+from megatron_wlb.runtime.attention import send_ahead
+
+
+class _Running:
+    """What the node that runs needs, and upstream does not pass to it."""
+
+    padding: Any = None
+    """For the router: the mask of its micro-batch."""
+    packed: Any = None
+    """For a multi-token prediction layer, where upstream asserts that there are no packed sequences."""
+
+
+@contextlib.contextmanager
+def installed(clock: Clock) -> Iterator[None]:
+    """Serve packed micro-batches inside, timed by `clock`."""
+    callables, nodes = (importlib.import_module(name) for name in compat.upstream().nodes)
+    running = _Running()
+
+    def built(original: Any) -> Any:
+        def build_transformer_layer_callables(layer: Any) -> Any:
+            """Return the functions of a layer's nodes in one micro-batch."""
+            (attend, dispatch, compute, *others), weights = original(layer)
+            attention: Any = None
+
+            def attended(node: Any, hidden: Any) -> Any:
+                nonlocal attention
+                if running.packed is not None:
+                    node.chunk_state.packed_seq_params, running.packed = running.packed, None
+                running.padding = node.chunk_state.padding_mask
+                routed = attend(node, hidden)
+                running.padding = None
+                # Bound now: the next micro-batch replaces it before this one's backward pass.
+                attention = getattr(getattr(layer.self_attention, "core_attention", None), "last", None)
+                return routed
+
+            def computed(node: Any, *inputs: Any) -> Any:
+                """Prefetch the first K and V as the backward of experts begins.
+
+                Combine begins earlier, on the communication stream, whose memory is not attention's.
+                """
+                output = compute(node, *inputs)
+                if (last := attention) is not None:
+                    output.register_hook(lambda gradient: send_ahead(last()))
+                return output
+
+            return [attended, dispatch, computed, *others], weights
+
+        return build_transformer_layer_callables
+
+    def predicted(original: Any) -> Any:
+        def build_mtp_layer_callables(layer: Any) -> Any:
+            (attend, *others), weights = original(layer)
+
+            def attended(node: Any, hidden: Any) -> Any:
+                """Hide packed sequences until upstream has looked; the layer inside takes them back."""
+                running.packed, node.chunk_state.packed_seq_params = node.chunk_state.packed_seq_params, None
+                return attend(node, hidden)
+
+            return [attended, *others], weights
+
+        return build_mtp_layer_callables
+
+    def embedded(original: Any) -> Any:
+        def _get_embeddings(self: Any, *, packed_seq_params: Any = None, **given: Any) -> Any:
+            return original(self, packed_seq_params=packed_seq_params or running.packed, **given)
+
+        return _get_embeddings
+
+    def routed(original: Any) -> Any:
+        def route(self: Any, hidden_states: Any, padding_mask: Any = None) -> Any:
+            if running.padding is not None:
+                padding_mask = running.padding.transpose(0, 1).bool()  # as a layer's forward pass does
+            return original(self, hidden_states, padding_mask)
+
+        return route
+
+    def combined(original: Any) -> Any:
+        bind = inspect.signature(original).bind
+
+        def combined_forward_backward_step(*args: Any, **given: Any) -> Any:
+            named = bind(*args, **given).arguments
+            models = {"forward": named["f_model"], "backward": named["b_model"]}
+            with clock.passes(*(way for way, model in models.items() if model is not None)):
+                done = original(*args, **given)
+            if models["forward"] is not None:  # as after `Training.forward_step`, but now the plan has run
+                get_attr_wrapped_model(models["forward"], "set_input_tensor")(None)
+            return done
+
+        return combined_forward_backward_step
+
+    embedding, mask = ("hidden_states", "packed_seq_params"), ("hidden_states", "padding_mask")
+    forward, backward = clock.span("forward"), clock.span("backward")
+    with (
+        compat.replaced(callables, "build_transformer_layer_callables", built, ("layer",)),
+        compat.replaced(callables, "build_mtp_layer_callables", predicted, ("layer",)),
+        compat.replaced(MultiTokenPredictionLayer, "_get_embeddings", embedded, embedding),
+        compat.replaced(MoELayer, "route", routed, mask),
+        compat.replaced(combined_1f1b, "combined_forward_backward_step", combined, ("f_model", "b_model")),
+        compat.replaced(ScheduleNode, "forward", forward, ()),
+        compat.replaced(ScheduleNode, "backward", backward, ()),
+        compat.replaced(nodes.TransformerLayerNode, "backward_dw", backward, ()),
+    ):
+        yield
