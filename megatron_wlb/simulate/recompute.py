@@ -19,25 +19,28 @@ _IN_MOE = {"moe_act", "shared_experts"}
 
 
 def ways(job: Job) -> list[Recompute]:
-    """Return what a job can recompute, the fastest first, and with nothing recomputed at the beginning.
+    """Return what Megatron can recompute of a job, the fastest first, and with nothing recomputed at the beginning.
 
     Modules come one after the other by the time that a freed byte takes. Whole layers are some of every virtual stage
     (`block`), or all of them, from a shared input (`uniform`).
     """
-    most = int(job.decoder_layers().max())
-    whole = [Recompute(granularity="full", method="block", num_layers=count) for count in range(1, most + 1)]
-    whole += [Recompute(granularity="full", method="uniform", num_layers=count) for count in range(2, most + 1)]
-    if job.offloaded_layers:  # Megatron recomputes nothing beside it
+    if job.offloaded_layers:
         return [Recompute()]
-    time = _backward(job)
-    found, taken, plain = [Recompute()], [], time(Recompute())
-    left = [name for name in MODULES if _freed(job, (name,))]
+    time, most, refused = _backward(job), int(job.decoder_layers().max()), set[str]()
+    if job.overlaps_experts:
+        most, refused = 0, {"moe"}
+    if job.precision == "delayed":
+        refused |= {"moe_act", "layernorm"}
+    found, taken, plain = [Recompute()], list[str](), time(Recompute())
+    left = [name for name in MODULES if name not in refused and _freed(job, name)]
     while left:
-        price = {name: (time(_selective(name)) - plain) / _freed(job, (name,)) for name in left}
+        price = {name: (time(_selective(name)) - plain) / _freed(job, name) for name in left}
         taken.append(min(left, key=lambda name: price[name]))
         left.remove(taken[-1])
         found.append(_selective(*({*taken} - _IN_MOE if "moe" in taken else taken)))
-    return sorted([*found, *whole], key=time)
+    found += [Recompute(granularity="full", method="block", num_layers=count) for count in range(1, most + 1)]
+    found += [Recompute(granularity="full", method="uniform", num_layers=count) for count in range(2, most + 1)]
+    return sorted(found, key=time)
 
 
 def worth_trying(free: Job, budget_bytes: float) -> list[Recompute]:
@@ -62,9 +65,9 @@ def _selective(*modules: str) -> Recompute:
     return Recompute(granularity="selective", modules=tuple(sorted(modules)))
 
 
-def _freed(job: Job, modules: tuple[str, ...]) -> float:
-    """Return the bytes that recomputing modules frees, of a layer of every kind."""
-    again, plain = (replace(job, recompute=each) for each in (_selective(*modules), Recompute()))
+def _freed(job: Job, module: str) -> float:
+    """Return the bytes that recomputing a module frees, of a layer of every kind."""
+    again, plain = (replace(job, recompute=each) for each in (_selective(module), Recompute()))
     return sum(layer_bytes(plain, kind) - layer_bytes(again, kind) for kind in job.model.kinds)
 
 

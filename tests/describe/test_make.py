@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.step_time import CASES, LAYOUTS, job_of
+from benchmarks.step_time import CASES, LAYOUTS, REMEMBERED, job_of
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import default_max_tokens
 from megatron_wlb.job import Recompute
@@ -18,7 +18,7 @@ WAYS = (
     Recompute(granularity="full", method="block", num_layers=1),
     Recompute(granularity="full", method="uniform", num_layers=1),
 )
-ONE_EACH = {(case.layout, case.window, case.windows, case.dp): case for case in CASES}.values()
+ONE_EACH = dict.fromkeys((*CASES, *REMEMBERED))
 
 
 def needed(job):

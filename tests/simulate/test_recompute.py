@@ -11,6 +11,7 @@ from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS, Matrix
 from megatron_wlb.simulate.memory import layer_bytes, token_bytes
 from megatron_wlb.simulate.passes import crossover, pass_times
+from megatron_wlb.simulate.recompute import MODULES, ways
 from tests.simulate.shards import FREE, SMALL, job, shards_of
 
 ROWS = np.array([4096.0])
@@ -149,3 +150,28 @@ def test_fewer_layers_cost_less_and_keep_more():
     # Documents weigh as in a layer of which so much runs again.
     assert crossover(blocks[0]) == crossover(given)
     assert crossover(blocks[4]) == crossover(replace(given, recompute=Recompute(granularity="full")))
+
+
+def test_ways_are_those_that_megatron_has_the_fastest_first():
+    def names(given):
+        return [way.flags.replace("--recompute-", "") for way in ways(given)]
+
+    assert names(job(model=SMALL, pp=2, vpp=4)) == [
+        "", "granularity selective modules mlp", "granularity full method block num-layers 1"
+    ]  # fmt: skip
+    given = job(model=LATENTS, ep=4, dp=4)
+    found = ways(given)
+    assert set(found[-1].modules) <= {*MODULES} - {"mlp"} or found[-1].granularity == "full"
+    times = [
+        float(pass_times(replace(given, recompute=way), shards_of(given, [[1 << 17]])).backward.sum()) for way in found
+    ]
+    assert times == sorted(times) and found[0] == Recompute()
+    modules = [set(way.modules) for way in found]
+    assert {"layernorm", "moe"} <= set().union(*modules) and not any(each >= {"moe", "moe_act"} for each in modules)
+    assert sum(way.method == "uniform" for way in found) == 3 and sum(way.method == "block" for way in found) == 4
+    overlapped = ways(replace(given, overlaps_experts=True))
+    assert {way.granularity for way in overlapped} == {None, "selective"}
+    assert "moe" not in set().union(*(way.modules for way in overlapped))
+    delayed = set().union(*(way.modules for way in ways(replace(given, precision="delayed"))))
+    assert not {"layernorm", "moe_act"} & delayed and "mla_up_proj" in delayed
+    assert ways(replace(given, offloaded_layers=1)) == [Recompute()]
