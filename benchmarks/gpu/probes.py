@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from benchmarks import results
 from benchmarks.results import Row
@@ -62,7 +64,7 @@ def spinning(blocks: int) -> Iterator[None]:
     flag, side, other = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        _spin()[(blocks,)](flag, num_warps=16)
+        _spin[(blocks,)](flag, num_warps=16)
     try:
         yield
     finally:
@@ -71,18 +73,10 @@ def spinning(blocks: int) -> Iterator[None]:
         torch.cuda.synchronize()
 
 
-def _spin() -> Any:
-    import triton
-    import triton.language as tl
-
-    globals()["tl"] = tl  # where Triton looks for it
-
-    @triton.jit
-    def spin(flag):  # type: ignore[no-untyped-def]
-        while tl.atomic_add(flag, 0) == 0:
-            pass
-
-    return spin
+@triton.jit
+def _spin(flag):  # type: ignore[no-untyped-def]
+    while tl.atomic_add(flag, 0) == 0:
+        pass
 
 
 def leaving(call: Callable[[], Any], priority: int) -> list[float]:
