@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 
@@ -50,24 +51,26 @@ class Store(dist.Store):
         return self
 
 
+def _silent(common: Any, options: Any) -> Any:
+    """Return a backend that communicates nothing; `options` may be NCCL's."""
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size)
+
+
 def install(world_size: int) -> Store:
     """Make torch's process groups begin without other ranks: NCCL's are real, Gloo's do nothing; returns the store.
 
     Objects come back as this rank gave them, and barriers are open.
     """
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
-
     store = Store(world_size)
+    dist.Backend.register_backend("silent", _silent, extended_api=True, devices="cpu")
     begin, make = dist.init_process_group, dist.new_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        begin("cpu:fake,cuda:nccl", rank=int(os.environ["RANK"]), world_size=world_size, store=store)
+        begin("cpu:silent,cuda:nccl", rank=int(os.environ["RANK"]), world_size=world_size, store=store)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
-        if backend == "gloo":
-            kwargs.pop("pg_options", None)
-        return make(ranks, timeout, "fake" if backend == "gloo" else "cpu:fake,cuda:nccl", *args, **kwargs)
+        return make(ranks, timeout, "silent" if backend == "gloo" else "cpu:silent,cuda:nccl", *args, **kwargs)
 
     def all_gather_object(objects: list[Any], mine: Any, *args: Any, **kwargs: Any) -> None:
         objects[:] = [mine] * len(objects)

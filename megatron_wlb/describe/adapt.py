@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from megatron_wlb.describe.arguments import flag_of
-from megatron_wlb.describe.megatron import has_linear_layers, has_user_buffers
+from megatron_wlb.describe.megatron import has_hybridep, has_linear_layers, has_user_buffers
 from megatron_wlb.describe.refusals import Lenient, dispatches
 from megatron_wlb.describe.same import said
 
@@ -33,6 +33,8 @@ def _off(name: str, reason: str, price: str = "") -> _Adaptation:
     return _Adaptation(_if_set(name), _without(name), reason, price)
 
 
+_NCCLEP = "ncclep sizes its buffers by the first micro-batch, and micro-batches vary in length"
+_OF_NCCLEP = {"moe_expert_rank_capacity_factor": None} | _without("moe_ncclep_static_shape", "moe_ncclep_zero_copy")
 _ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
 
 _NO_OVERLAP = _without(
@@ -76,6 +78,17 @@ _ADAPTATIONS = (
         lambda a, given: dispatches(a, "allgather"),
         {"moe_token_dispatcher_type": "alltoall"},
         "allgather needs equal lengths on all ranks",
+    ),
+    _Adaptation(
+        lambda a, given: a.moe_flex_dispatcher_backend == "ncclep" and has_hybridep(),
+        {"moe_flex_dispatcher_backend": "hybridep"} | _OF_NCCLEP,
+        _NCCLEP,
+    ),
+    _Adaptation(
+        lambda a, given: a.moe_flex_dispatcher_backend == "ncclep" and not has_hybridep(),
+        {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": "deepep"} | _OF_NCCLEP,
+        f"{_NCCLEP}; hybridep, which would do, is not installed",
+        "a token travels to each of its experts by itself",
     ),
     _Adaptation(
         lambda a, given: dispatches(a, "flex", "hybridep") and not a.moe_hybridep_pad_uneven_dispatch_inputs,
@@ -163,7 +176,7 @@ class Changes(NamedTuple):
     def lines(self) -> list[str]:
         """Return what a run with these changes prints."""
         lines = [self.same, *(f"sets {line}" for line in self.set)]
-        lines += [f"without {line.removeprefix('no ')}" for line in self.priced]
+        lines += [f"without {line[3:]}" if line.startswith("no ") else f"sets {line}" for line in self.priced]
         return [f"> wlb: {line}" for line in lines]
 
 

@@ -87,6 +87,7 @@ class MegatronArguments:
     moe_ffn_hidden_size: _Size | None = None
     moe_shared_expert_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     moe_token_dispatcher_type: Annotated[str, Meta(pattern="^(allgather|alltoall|flex)$")] | None = None
+    moe_flex_dispatcher_backend: str | None = None
     data_path: tuple[str, ...] | None = None
     train_data_path: tuple[str, ...] | None = None
     data_args_path: str | None = None

@@ -1,5 +1,6 @@
 """Translates Megatron's arguments into a `Job`, for training and commands."""
 
+import importlib
 from argparse import Namespace
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -90,7 +91,7 @@ class Description:
             "budget_bytes": self.budget,
             "bytes_per_value": self.bytes_per_value,
             "precision": precision_of(a),
-            "moe_dispatcher": "flex" if a.moe_token_dispatcher_type == "flex" else "alltoall",
+            "moe_dispatcher": dispatcher_of(a),
             "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
             "hidden_dropout": a.hidden_dropout > 0,
             "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
@@ -101,6 +102,20 @@ class Description:
             "tp_overlap": tp_overlap(parallel.tp) if tile_rows(a, parallel) else 0.0,
         }
         return make_job(**details | given)
+
+
+def dispatcher_of(a: Any) -> str:
+    """Return the dispatcher of tokens that runs with --wlb in the place of `a`'s, see `Job.moe_dispatcher`."""
+    runs = a.moe_flex_dispatcher_backend != "ncclep" or has_hybridep()
+    return "flex" if a.moe_token_dispatcher_type == "flex" and runs else "alltoall"
+
+
+def has_hybridep() -> bool:
+    """Whether upstream would find HybridEP on this machine."""
+    try:
+        return hasattr(importlib.import_module("deep_ep"), "HybridEPBuffer")
+    except ImportError:
+        return False
 
 
 def parallel_of(a: MegatronArguments) -> Parallel:

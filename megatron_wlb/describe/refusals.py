@@ -12,7 +12,6 @@ _REASONS = {
     "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
         "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
     ),
-    "reads a step's micro-batches ahead, by --global-batch-size; leave it out": "moe_expert_rank_capacity_factor",
     "mixes hidden states of rows that it rolls, across documents and shards; leave it out": "mtp_hsm",
     "needs the largest logit, which packed attention does not report; leave it out": "qk_clip",
     "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
@@ -129,8 +128,8 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
     "--mlp-chunks-for-training routes the chunks of a micro-batch without its padding mask; leave it out": lambda a: (
         a.num_experts and (a.mlp_chunks_for_training or 1) > 1
     ),
-    "--moe-flex-dispatcher-backend ncclep sizes its buffers by the first micro-batch; give deepep": lambda a: (
-        dispatches(a, "flex", "ncclep")
+    "--moe-expert-rank-capacity-factor reads a step's micro-batches ahead, by --global-batch-size; leave it out": (
+        lambda a: a.moe_expert_rank_capacity_factor and a.moe_flex_dispatcher_backend == "hybridep"
     ),
     (
         "with two pipeline ranks and virtual stages the next rank is also the previous one, and messages of one batch "

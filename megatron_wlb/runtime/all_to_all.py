@@ -124,12 +124,20 @@ def _exchanged(
 
 @functools.cache
 def gradient_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a second group of the group's ranks; all of them must call.
+    """Return a second group of the group's ranks, with its timeout and NCCL options; all of them must call.
 
     NCCL runs a group's collectives in order: gradients, which leave once a round has been computed, would delay K and V
     of the next but one round and, with `CUDA_DEVICE_MAX_CONNECTIONS=1`, the attention between them.
     """
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    backends = (group._get_backend(device) for device in group._device_types)
+    options = next((backend.options for backend in backends if backend.options), None)  # a fake group has none
+    given: dict[str, Any] = {"timeout": options._timeout} if options else {}
+    if dist.is_nccl_available() and isinstance(options, dist.ProcessGroupNCCL.Options):
+        # A copy, since a group writes its name and ranks into its options.
+        copied = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.is_high_priority_stream)
+        copied.config, copied._timeout = options.config, options._timeout
+        given["pg_options"] = copied
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, **given)
 
 
 def only_part(metadata: ShardMetadata) -> Part:

@@ -3,14 +3,19 @@
 import os
 import weakref
 from collections import deque
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _p2p_ops
 
 from megatron_wlb.adapter import p2p
+from megatron_wlb.runtime.all_to_all import gradient_group
 from tests.adapter.training import VPP2, train
+from tests.worlds import run_world
 
 
 class Request:
@@ -107,3 +112,29 @@ def test_transfers_hide(dataset, monkeypatch, tmp_path):
     found = [path.read_text().splitlines() for path in tmp_path.iterdir()]
     assert len(found) == 2
     assert all(len(lines) >= 4 and set(lines) == {"True True 0 4 4", "True True 0 8 3"} for lines in found)
+
+
+def test_the_second_group_has_the_timeout_and_the_options_of_megatrons(monkeypatch):
+    """Options are NCCL's, which Gloo does not take."""
+    assert run_world(_timeouts, 2) == [[timedelta(minutes=3)] * 2] * 2
+    given = {"is_high_priority_stream": True, "cga_cluster_size": 2, "max_ctas": 8, "min_ctas": 3, "net_name": "Socket"}
+    options = parallel_state.get_nccl_options("cp", {"cp": given})
+    options._timeout, options.group_name = timedelta(minutes=40), "of the first"
+    backend = SimpleNamespace(options=options)
+    first = SimpleNamespace(_device_types=["cuda"], _get_backend=lambda device: backend)
+    made = {}
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: made.update(how, ranks=ranks))
+    gradient_group.__wrapped__(first)
+    copied = made.pop("pg_options")
+    assert made == {"ranks": [0, 1], "use_local_synchronization": True, "timeout": timedelta(minutes=40)}
+    found = {name: getattr(copied.config, name) for name in given if name != "is_high_priority_stream"}
+    assert found | {"is_high_priority_stream": copied.is_high_priority_stream} == given
+    copied.group_name = "of the second"
+    assert options.group_name == "of the first" and copied._timeout == made["timeout"]
+
+
+def _timeouts():
+    parallel_state.initialize_model_parallel(context_parallel_size=2, distributed_timeout_minutes=3)
+    first = parallel_state.get_context_parallel_group()
+    return [each._get_backend(torch.device("cpu")).options._timeout for each in (first, gradient_group(first))]

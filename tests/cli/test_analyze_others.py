@@ -44,10 +44,13 @@ def test_megatron_dispatches_and_attends_as_its_flags_say(data):
     """With --wlb tokens go all-to-all where they were gathered, and attention stays in bf16."""
     words = f"{JOB} --data-path {data} --num-experts 4 --gpu gb200 --fp8-format hybrid --fp8-dot-product-attention"
     words += " --wlb-micro-batches 4"
-    for dispatcher, ours in (("", "alltoall"), ("allgather", "alltoall"), ("flex", "flex")):
+    ncclep = "flex --moe-flex-dispatcher-backend ncclep"
+    for dispatcher, ours in (("", "alltoall"), ("allgather", "alltoall"), ("flex", "flex"), (ncclep, "alltoall")):
         found = setup(words, f"--moe-token-dispatcher-type {dispatcher}" if dispatcher else "")
         job = found.without_wlb("thd")
-        assert (found.job.moe_dispatcher, job.moe_dispatcher) == (ours, dispatcher or "alltoall")
+        assert (found.job.moe_dispatcher, job.moe_dispatcher) == (ours, dispatcher.split(" ")[0] or "alltoall")
+        remarks = " ".join(found.run.judged.remarks)
+        assert ("--moe-flex-dispatcher-backend" in remarks) == (dispatcher == ncclep) and "refuses" not in remarks
         assert (found.job.fp8_attention, job.fp8_attention) == (False, True)
         assert attention_kernels(job)[0].tile < attention_kernels(found.job)[0].tile
 

@@ -1,11 +1,14 @@
 """What `--wlb` sets and switches off, so that it is all one adds; no version of Megatron is asked."""
 
 import re
+import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_wlb.describe.adapt import adapt, switches_off
+from megatron_wlb.describe.megatron import dispatcher_of
 from megatron_wlb.describe.refusals import check
 
 USUAL = {
@@ -79,6 +82,31 @@ def test_one_change(changed, beside, line):
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
     with pytest.raises(ValueError, match="^--wlb-strict: these flags would have to change"):
         adapt(Namespace(**USUAL | given | {"wlb_strict": True}), ())
+
+
+@pytest.mark.parametrize(
+    ("deep_ep", "dispatcher", "line"),
+    [
+        (None, "alltoall", "--moe-token-dispatcher-type alltoall instead of flex: ncclep .* not installed; a token"),
+        (SimpleNamespace(), "alltoall", "--moe-token-dispatcher-type alltoall instead of flex: "),
+        (SimpleNamespace(HybridEPBuffer=1), "flex", "--moe-flex-dispatcher-backend hybridep instead of ncclep: ncclep"),
+    ],
+)
+def test_ncclep_gives_way_to_a_dispatcher_of_uneven_lengths(deep_ep, dispatcher, line, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)
+    given = HYBRIDEP | {"moe_flex_dispatcher_backend": "ncclep", "moe_hybridep_pad_uneven_dispatch_inputs": False}
+    sized = {"moe_expert_rank_capacity_factor": 1.5, "moe_ncclep_static_shape": True, "moe_ncclep_zero_copy": True}
+    args = Namespace(**USUAL | given | sized)
+    assert dispatcher_of(args) == dispatcher
+    changes = adapt(args, given)
+    assert re.match(f"> wlb: sets {line}", changes.lines()[1])
+    assert bool(changes.priced) == (dispatcher == "alltoall") == switches_off("moe_flex_dispatcher_backend", "ncclep")
+    assert args.moe_token_dispatcher_type == dispatcher_of(args) == dispatcher
+    assert args.moe_flex_dispatcher_backend == ("hybridep" if dispatcher == "flex" else "deepep")
+    assert args.moe_hybridep_pad_uneven_dispatch_inputs == (dispatcher == "flex")
+    assert not any(getattr(args, name) for name in sized)
+    check(args)
+    assert len(adapt(args, given).lines()) == 1
 
 
 def test_what_needs_no_change():

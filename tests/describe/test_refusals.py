@@ -50,7 +50,10 @@ def test_refused_if_given_at_all():
         (MOE | {"moe_router_load_balancing_type": ["none", "quantile_balancing"]}, "divide by the experts"),
         (MOE | {"moe_router_load_balancing_type": "quantile_balancing"}, "divide by the experts"),
         (MOE | {"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training routes .*leave it out"),
-        (FLEX | {"moe_flex_dispatcher_backend": "ncclep"}, "first micro-batch; give deepep"),
+        (
+            FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_expert_rank_capacity_factor": 1.5},
+            "--moe-expert-rank-capacity-factor reads .*leave it out",
+        ),
         (
             {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False, "num_virtual_stages_per_pipeline_rank": 2},
             "leave --no-overlap-p2p-communication out",
