@@ -193,14 +193,12 @@ def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None
     refused = [name for name, value in judged.items() if refuses(name, value, has_experts=has_experts)]
     strange = [name for name, timed in _MATTER.items() if name in judged and _alone(judged[name]) not in timed]
     off = [name for name, value in judged.items() if switches_off(name, value)]
-    read = MegatronArguments.__dataclass_fields__
     strangers = [name for name in judged if name not in {*_KNOWN, *refused, *off}]
     _refuse_misspelt(strangers)
     ignored = [] if launched.is_log else strangers
     said = {
         "Left out, since training with --wlb refuses them: {}.": refused,
-        "Left out, since --wlb switches them off: {}.": [n for n in off if n not in read],
-        "Switched off by --wlb, so that only Megatron's time is with them: {}.": [n for n in off if n in read],
+        "Switched off by --wlb: {}.": off,
         "Not simulated, and so without effect on these numbers: {}.": [n for n in strange if n not in refused],
     }
     remarks = [text.format(" ".join(map(flag_of, names))) for text, names in said.items() if names]

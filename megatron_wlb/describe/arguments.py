@@ -127,6 +127,12 @@ class MegatronArguments:
     recompute_num_layers: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     recompute_modules: tuple[str, ...] | None = None
     cpu_offloading_num_layers: _LayersOrNone = 0
+    cuda_graph_impl: str | None = None
+    enable_cuda_graph: bool = False
+    external_cuda_graph: bool = False
+    use_megatron_fsdp: bool = False
+    use_torch_fsdp2: bool = False
+    fine_grained_activation_offloading: bool = False
     optimizer: str = "adam"
     use_precision_aware_optimizer: bool = False
     use_distributed_optimizer: bool = False

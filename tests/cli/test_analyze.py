@@ -178,7 +178,12 @@ def test_several_windows_are_tried_as_training_does(tmp_path):
     unknown = setup(*run, "--optimizer sgd")
     assert unknown.job.num_micro_batches >= 64 and unknown.megatron.micro_batch_size == 4
     loss = {"us_per_token": 1.0, "speedup": 0.5, "speedup_error": 0.0}
-    numbers = {"schemes": {"ours": loss | {"us_per_token": 2.0}, "thd": loss}, "readings": [], "single_windows": 1.0}
+    numbers = {
+        "schemes": {"ours": loss | {"us_per_token": 2.0}, "thd": loss},
+        "readings": [],
+        "single_windows": 1.0,
+        "prices": [],
+    }
     assert verdict(Report(unknown, numbers, {})) == ("Close", "close")
     assert verdict(Report(found, numbers, {})) == ("Do not use it", "loss")
 

@@ -148,16 +148,16 @@ def test_a_misspelt_flag_is_refused(flag, meant, tmp_path, capsys):
 def test_what_training_switches_off_is_named():
     found = run(RUN, JOB, "--cuda-graph-impl local --log-max-attention-logit --dataloader-type single")
     assert found.judged.refused == found.judged.ignored == []
-    said = "Left out, since --wlb switches them off: --cuda-graph-impl --log-max-attention-logit."
+    said = "Switched off by --wlb: --cuda-graph-impl --log-max-attention-logit."
     assert said in found.judged.remarks
-    assert not any("switches" in remark for remark in run(RUN, JOB, "--cuda-graph-impl none").judged.remarks)
+    assert not any("Switched" in remark for remark in run(RUN, JOB, "--cuda-graph-impl none").judged.remarks)
 
 
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
         ("--cp-comm-type a2a", "Not simulated, and so without effect on these numbers: --cp-comm-type."),
-        ("--fp8-dot-product-attention", "only Megatron's time is with them: --fp8-dot-product-attention."),
+        ("--fp8-dot-product-attention", "Switched off by --wlb: --fp8-dot-product-attention."),
         ("--min-dynamic-context-parallel-size 2", "these numbers: --min-dynamic-context-parallel-size."),
     ],
 )

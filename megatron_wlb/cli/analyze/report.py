@@ -13,9 +13,11 @@ import numpy as np
 from megatron_wlb import __version__
 from megatron_wlb.cli.analyze.setup import DELAY, MEGATRON, WARM_UP, Megatron, Setup, schemes
 from megatron_wlb.describe.alternatives import gib, layout_flags
+from megatron_wlb.describe.price import SIMULATED, prices
 from megatron_wlb.hardware.network import NETWORKS
 from megatron_wlb.hardware.profile import Profile, generations, gpu_of, load_profile, profile_file
 from megatron_wlb.job import Job
+from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import ALIKE
 from megatron_wlb.settings import flag_with_value
@@ -115,6 +117,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": profile_entries(setup),
         "single_windows": others.single_windows(),
+        **others.prices(),
         "readings": readings(setup, jobs, numbers, min(simulated, READING_STEPS)),
         "micro_batches": [
             {"micro_batches": each.job.num_micro_batches, "time": each.time, "late_steps": each.late_steps}
@@ -148,6 +151,15 @@ class Others(NamedTuple):
             return 1.0
         single = self._measure("thd", self.setup.without_wlb("thd"), micro_batch_size=1)
         return _speedup(single, self.measured["thd"])[0]
+
+    def prices(self) -> dict[str, Any]:
+        """Return what --wlb brings where both sides lack the features that it switches off, and their prices."""
+        job, balance = self.setup.job, self.measured["ours"].numbers["speedup"]
+        found = prices(job, self.setup.run.arguments, lambda of: float(self._measure("thd", of).us.mean()))
+        if any(each.source == SIMULATED for each in found):
+            bare = self._measure("thd", without_wlb(job), micro_batch_size=1)
+            balance = _speedup(self.measured["ours"], bare)[0]
+        return {"balance": balance, "prices": [each._asdict() for each in found]}
 
     def layouts(self) -> list[dict[str, Any]]:
         """Return the layouts that are faster, the fastest first, with what Megatron would gain in them."""

@@ -14,11 +14,11 @@ from megatron_wlb.cli.job import Run
 from megatron_wlb.describe import alternatives
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
+from megatron_wlb.describe.price import alone
 from megatron_wlb.documents import PackedBatch, Shard, ShardPlan
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing import DEFAULT_POLICY
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.plan.packer import PackedStep, Packer
@@ -50,7 +50,6 @@ class Megatron(NamedTuple):
     """Windows per micro-batch."""
     padded: bool = False
     """Windows that are not full are padded, as rows of --sft are."""
-    tp_comm_overlap: bool = False
     overlap_transfers: bool = False
     """`--overlap-p2p-communication-warmup-flush`; assumed to overlap all transfers between stages."""
 
@@ -69,8 +68,7 @@ class Megatron(NamedTuple):
                     "change it, or --global-batch-size"
                 )
             shards = [[_joined(row[i : i + size]) for i in range(0, len(row), size)] for row in shards]
-        overlap = tp_overlap(job.parallel.tp) if self.tp_comm_overlap else job.tp_overlap
-        return simulate_step(replace(job, tp_overlap=overlap), shards)
+        return simulate_step(job, shards)
 
 
 def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
@@ -135,7 +133,6 @@ class Setup:
             "thd" if masks_documents(stated) else "plain",
             a.micro_batch_size,
             a.sft,
-            a.tp_comm_overlap and self.job.parallel.tp > 1 and not self.job.tp_overlap,
             bool(stated.get("overlap_p2p_comm_warmup_flush")),
         )
         if a.fp8_dot_product_attention and job.profile.fp8 is None:
@@ -206,13 +203,8 @@ class Setup:
 
     def without_wlb(self, name: str, job: Job | None = None) -> Job:
         """Return a job (None: this one) as a scheme of `MEGATRON` trains it, one window per micro-batch."""
-        a, job = self.run.arguments, without_wlb(job or self.job, cp_sharding=MEGATRON[name])
-        return replace(
-            job,
-            overlap_transfers=self.megatron.overlap_transfers,
-            moe_dispatcher=a.moe_token_dispatcher_type or job.moe_dispatcher,
-            fp8_attention=a.fp8_dot_product_attention,
-        )
+        job = alone(job or self.job, self.run.arguments, cp_sharding=MEGATRON[name])
+        return replace(job, overlap_transfers=self.megatron.overlap_transfers)
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """Yield `count` steps as a scheme would train them, after a warm-up if it delays."""

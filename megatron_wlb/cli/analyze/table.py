@@ -1,5 +1,6 @@
 """The report in words: rows and sentences for both the terminal and the page."""
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import CLOSE, KERNELS_OF, Report
 from megatron_wlb.cli.common import render
+from megatron_wlb.describe.price import SIMULATED
 from megatron_wlb.simulate.step import TIME_SHARES
 
 TITLES = {"plain": "Megatron", "thd": "Megatron, documents apart", "ours": "--wlb"}
@@ -78,25 +80,48 @@ def percent(numbers: dict[str, Any], *parts: str) -> float:
     return share
 
 
-def gain(report: Report) -> float:
-    """Return --wlb's gain over Megatron, documents apart, as a share of the speed; 0 if not certain.
+def gain(report: Report, bound: str = "most") -> float:
+    """Return --wlb's net gain over Megatron, documents apart, as a share of the speed; 0 if not certain.
 
-    Of Megatron with --micro-batch-size 1 where that is faster, which nothing keeps a run from.
+    Of Megatron with --micro-batch-size 1 where that is faster, which nothing keeps a run from. `bound`: of the prices
+    that are not simulated, at "most" or "least".
     """
     ours = report.entries["schemes"]["ours"]
-    brings: float = ours["speedup"] / max(1.0, report.entries["single_windows"]) - 1
+    brings: float = ours["speedup"] / _alone(report, bound) - 1
     return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
 
 
+def _alone(report: Report, bound: str) -> float:
+    """Return how much faster Megatron alone may be than simulated: by single windows, and by published features."""
+    published = (each[bound] for each in report.entries["prices"] if each["source"] != SIMULATED)
+    return math.prod(published, start=max(1.0, report.entries["single_windows"]))
+
+
 def verdict(report: Report) -> tuple[str, str]:
-    """Return what to do, in words, and "gain", "close" or "loss"."""
-    gained = gain(report)
-    least, most = (each / max(1.0, report.entries["single_windows"]) for each in _least_and_most(report, "thd"))
-    if gained > CLOSE and least > 1:
+    """Return what to do, by the net gain, in words, and "gain", "close" or "loss"."""
+    if gain(report) > CLOSE and _least_and_most(report, "thd")[0] > _alone(report, "most"):
         return "Use it", "gain"
     setup = report.setup
     several = setup.run.budget is None and setup.megatron.micro_batch_size > 1  # of which training may make one
-    return ("Do not use it", "loss") if gained < -CLOSE and most < 1 and not several else ("Close", "close")
+    return ("Do not use it", "loss") if gain(report, "least") < 0 and not several else ("Close", "close")
+
+
+def priced(report: Report) -> str:
+    """Return what balance brings, what it costs, and what is left, in words; "" if nothing is lost."""
+    entries = report.entries
+    if not entries["prices"]:
+        return ""
+
+    def cost(each: dict[str, Any]) -> str:
+        if each["most"] == 1:
+            return f"without {each['feature']}: {each['source']}"
+        times = f"{each['least']:.2f}" + (f" to {each['most']:.2f}" if each["most"] > each["least"] else "")
+        return f"without {each['feature']} a step takes {times} times as long ({each['source']})"
+
+    ours = entries["schemes"]["ours"]["speedup"]
+    nets = list(dict.fromkeys(f"{ours / _alone(report, bound):.2f}" for bound in ("most", "least")))
+    costs = "; ".join(map(cost, entries["prices"]))
+    return f"Balance brings {entries['balance']:.2f}; {costs}. Net: {' to '.join(nets)}."
 
 
 def headline(report: Report) -> tuple[str, str]:
@@ -114,6 +139,8 @@ def headline(report: Report) -> tuple[str, str]:
     first = f"{verdict(report)[0]}. {predicted}: {times('thd')} as many tokens a second as {TITLES['thd']}."
     if (single := report.entries["single_windows"]) > 1 + CLOSE:
         first += f" --micro-batch-size 1 alone brings Megatron {single:.2f} of it."
+    if prices := priced(report):
+        first += f" {prices}"
     waits, instead = (idle(schemes[name]) for name in ("ours", "thd"))
     rest = f"{_tokens(report)} GPUs idle {waits:.0f} % of a step instead of {instead:.0f} %."
     if report.entries["scheme_of_run"] == "plain":

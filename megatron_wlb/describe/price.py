@@ -1,0 +1,93 @@
+"""Prices: the time that a run loses with the features that --wlb switches off, or has a slower form of."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megatron_wlb.describe.megatron import tp_overlap
+from megatron_wlb.job import Job
+from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.simulate.memory import OPTIMIZER_BYTES, WEIGHT_BYTES, gpu_weights, held_bytes
+
+GRAPHS_US = 1004
+"""Most us that CUDA graphs of layers save of a layer and micro-batch, forward and backward.
+
+Published: 214 TFLOP/s without and 274 with them, Qwen3-30B-A3B in bf16 at TP2 PP2 EP4 on 16 H100s with 4,096 tokens a
+micro-batch (NVIDIA-NeMo/Megatron-Bridge@067f987df, card of nemo-mbridge-perf-cuda-graphs): a stage of 24 layers takes
+110.1 and 86.0 ms. Kernels that take longer than their launch hide it, so a longer micro-batch loses less.
+"""
+SIMULATED = "simulated"
+GRAPHS_SOURCE = "published for 4,096 tokens a micro-batch, NVIDIA-NeMo/Megatron-Bridge"
+
+
+class Price(NamedTuple):
+    """A feature that Megatron alone has."""
+
+    feature: str
+    least: float
+    """Times as long a step takes without it, at least and at most."""
+    most: float
+    source: str
+
+
+class _Simulated(NamedTuple):
+    """A feature that is a field of a job."""
+
+    feature: str
+    field: str
+    value: Callable[[Any, Job], Any]
+    """Its value in the job of Megatron alone, by Megatron's arguments and the job of --wlb."""
+
+
+_SIMULATED = (
+    _Simulated(
+        "the overlap of experts' all-to-all",
+        "overlaps_experts",
+        lambda a, job: a.overlap_moe_expert_parallel_comm and (job.parallel.pp == 1 or job.parallel.vpp > 1),
+    ),
+    _Simulated(
+        "the overlap of tensor-parallel communication",
+        "tp_overlap",
+        lambda a, job: job.tp_overlap or (tp_overlap(job.parallel.tp) if a.tp_comm_overlap else 0.0),
+    ),
+    _Simulated(
+        "the dispatcher of tokens", "moe_dispatcher", lambda a, job: a.moe_token_dispatcher_type or job.moe_dispatcher
+    ),
+    _Simulated("attention in FP8", "fp8_attention", lambda a, job: a.fp8_dot_product_attention),
+)
+
+
+def alone(job: Job, a: Any, *, cp_sharding: str = "per-document") -> Job:
+    """Return the job as Megatron alone trains it, with the features of its arguments `a`."""
+    given = {each.field: each.value(a, job) for each in _SIMULATED}
+    return replace(without_wlb(job, cp_sharding=cp_sharding), **given)
+
+
+def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
+    """Return the prices of the features of Megatron's arguments `a` that a job of --wlb lacks.
+
+    `time` returns us of the same steps by a job, one micro-batch a window.
+    """
+    megatron, found = alone(job, a), []
+    whole = time(megatron)
+    for each in _SIMULATED:
+        mine, theirs = getattr(job, each.field), getattr(megatron, each.field)
+        if mine != theirs:
+            slower = time(replace(megatron, **{each.field: mine})) / whole
+            found.append(Price(each.feature, slower, slower, SIMULATED))
+    if a.cuda_graph_impl not in (None, "none") or a.enable_cuda_graph or a.external_cuda_graph:
+        layers, windows = job.layers().sum(axis=1).max(), job.global_batch_size // job.parallel.dp
+        launches = GRAPHS_US * float(layers) * windows / a.micro_batch_size
+        found.append(Price("CUDA graphs", 1.0, 1 + launches / whole, GRAPHS_SOURCE))
+    if a.use_megatron_fsdp or a.use_torch_fsdp2:
+        more = (held_bytes(job) - divided_bytes(job)).max() / 2**30
+        found.append(Price("FSDP", 1.0, 1.0, f"no time is predicted; weights and gradients take {more:.1f} GiB more"))
+    if a.fine_grained_activation_offloading:
+        found.append(Price("offloading of activations", 1.0, 1.0, "no time is predicted; they stay in GPU memory"))
+    return found
+
+
+def divided_bytes(job: Job) -> Any:
+    """Return bytes of weights, gradients and optimizer that FSDP divides over data-parallel ranks, float64 [pp]."""
+    pairs = zip(gpu_weights(job), job.parallel.copies, strict=True)
+    return sum(weights * (WEIGHT_BYTES + OPTIMIZER_BYTES) / copies for weights, copies in pairs)
