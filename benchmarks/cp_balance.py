@@ -11,8 +11,12 @@ as a job does.
 `settings.exchange` has a whole layer, forward and backward: attention, everything linear in tokens, and the exposed
 exchange as a share of that time; and the share of its limit, in which attention of whole documents and linear work are
 spread evenly and nothing waits. Tensor-parallel communication does not count. `cp_peers` has the peers; dynamic CP gets
-the documents of a whole step at once and weighs their linear work, too. `step_time` has
-the exchange that whole steps expose. Writes benchmarks/results/cp_balance.json and docs/cp_balance.png.
+the documents of a whole step at once and weighs their linear work, too. `step_time` has the exchange that whole steps
+expose.
+
+`settings.hidden` has the share of backward attention in tiles that masks hide, in jobs of `step_time`: planned as if
+these took no time (`ignored`), and as jobs are (`counted`). Writes benchmarks/results/cp_balance.json and
+docs/cp_balance.png.
 """
 
 import itertools
@@ -25,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from benchmarks import cp_peers, results
+from benchmarks import cp_peers, results, step_time
 from benchmarks.lengths import CROSSOVER, S_MAX, attention_job, distca, f2, packed, padded
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import attention_kernels
@@ -35,8 +39,11 @@ from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import STRATEGIES, Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import POLICIES
+from megatron_wlb.plan.micro_batches import predictions
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.step import shard_step
 from megatron_wlb.sharding.routing import moved_rows
-from megatron_wlb.sharding.select import divide, shard
+from megatron_wlb.sharding.select import attention_times, divide, shard
 from megatron_wlb.simulate.passes import pass_times
 
 PROFILE = load_profile(DEFAULT_PROFILE)
@@ -160,6 +167,22 @@ def exchange(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
     return rows
 
 
+def hidden(case: step_time.Case) -> Row:
+    """Share of backward attention in hidden tiles, of all ranks in `PER_STEP` steps."""
+    profiles = {"ignored": replace(PROFILE, backward=replace(PROFILE.backward, hidden=0.0)), "counted": PROFILE}
+    row, data = Row(job=case.title), step_time.samples_of(case)
+    for name, profile in profiles.items():
+        make = partial(step_time.job_of, case, profile=profile)
+        planned, _ = predictions(make(), make, data, memory_known=True)
+        timed, took = [replace(planned, profile=each) for each in profiles.values()], np.zeros(2)
+        packer = Packer(data, planned)
+        for batch in (packer.next().batch for _ in range(PER_STEP)):
+            for plan in itertools.chain(*shard_step(planned, batch.lengths, batch.ranks)):
+                took += [attention_times(plan, job)[0][1].sum() for job in timed]
+        row[name] = 1 - took[0] / took[1]
+    return row
+
+
 def selection(job: Job, documents: int = 1000) -> Row:
     """CPU time to choose and make a job's plan for so many documents, and its stages."""
     rng = np.random.default_rng(0)
@@ -180,6 +203,11 @@ def goals(rows: list[Row], selected: Row) -> list[results.Goal]:
             wanted.append(results.at_least(name, row["share_of_gain"], 0.85))
     name = f"sharding and stages of {selected['documents']:,} documents on {selected['cp']} ranks, ms"
     return [*wanted, results.at_most(name, selected["native_ms"], 0.5)]
+
+
+def hidden_goals(rows: list[Row]) -> list[results.Goal]:
+    name = "hidden tiles, share of backward attention"
+    return [results.at_most(f"{row['job']}: {name}", row["counted"], 0.01) for row in rows]
 
 
 def exchange_goals(rows: list[Row]) -> list[results.Goal]:
@@ -218,13 +246,15 @@ def main() -> None:
     args = results.parser(__doc__, "half a minute: F2, 128K, CP=4").parse_args()
     found = cases(args.quick)
     rows, exchanged = balance(found), exchange(found)
+    paid = [hidden(case) for case in step_time.REMEMBERED[: 1 if args.quick else None]]
     selected = selection(job_of(1 << 17, 16))
     results.show(rows)
     results.show(exchanged, [column for column in exchanged[0] if not column.endswith(", exposed")])
+    results.show(paid)
     print(selected)
     settings = {"heads": 4, "profile": DEFAULT_PROFILE, "crossover": CROSSOVER, "S_max": S_MAX}
-    settings |= {"selection": selected, "exchange": exchanged}
-    draw_rows, wanted = partial(draw, rows), goals(rows, selected) + exchange_goals(exchanged)
+    settings |= {"selection": selected, "exchange": exchanged, "hidden": paid}
+    draw_rows, wanted = partial(draw, rows), goals(rows, selected) + exchange_goals(exchanged) + hidden_goals(paid)
     results.finish(args, "cp_balance", settings=settings, rows=rows, goals=wanted, draw=draw_rows)
 
 

@@ -55,9 +55,9 @@ T value(const py::handle& object, const char* name) {
 }
 
 wlb::Kernel kernel_model(const py::handle& k) {
-  return {value<int64_t>(k, "tile_rows"),  value<double>(k, "launch"), value<double>(k, "tile"),
-          value<double>(k, "query_tile"), value<int64_t>(k, "heads"), value<int64_t>(k, "parts"),
-          value<double>(k, "exchange")};
+  return {value<int64_t>(k, "tile_rows"), value<double>(k, "launch"), value<double>(k, "tile"),
+          value<double>(k, "query_tile"), value<double>(k, "hidden"), value<int64_t>(k, "heads"),
+          value<int64_t>(k, "parts"),     value<double>(k, "exchange")};
 }
 
 std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {

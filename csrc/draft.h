@@ -36,7 +36,8 @@ class Draft {
   // When all documents are added.
   void finish() {
     end_document();
-    for (const Load& rank : ranks_) slowest_ = std::max(slowest_, kernel_.time(rank.calls() * launches(), rank.counts));
+    for (const Load& rank : ranks_)
+      slowest_ = std::max(slowest_, kernel_.time(rank.calls() * launches(), rank.at_once()));
   }
 
   // Predicted, of the slowest rank, with the exchange.
@@ -56,6 +57,8 @@ class Draft {
     if (pieces_.size() - ended_ > 1) {
       const Piece *begin = pieces_.data() + ended_, *end = pieces_.data() + pieces_.size();
       add_moved(begin, end, ranks_);
+      if (kernel_.hidden > 0 && is_shared(begin, end))
+        for (const Piece* piece = begin; piece < end; ++piece) ranks_[piece->rank()].hide(*piece, kernel_);
       for (; begin < end; ++begin) moved_ = std::max({moved_, ranks_[begin->rank()].in, ranks_[begin->rank()].out});
     }
     ended_ = pieces_.size();

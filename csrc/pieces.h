@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -15,17 +16,19 @@ struct Segment {
 
 struct Counts {
   int64_t tiles = 0, query_tiles = 0;
+  int64_t hidden = 0;  // tiles that a mask aligned to the bottom right hides
 
   void operator+=(const Counts& other) {
     tiles += other.tiles;
     query_tiles += other.query_tiles;
+    hidden += other.hidden;
   }
 };
 
 // `KernelModel`.
 struct Kernel {
   int64_t tile_rows;  // a power of two
-  double launch, tile, query_tile;
+  double launch, tile, query_tile, hidden;
   int64_t heads, parts;
   double exchange;  // price of a row that is moved
   int tile_bits = bits(tile_rows);
@@ -38,13 +41,16 @@ struct Kernel {
     return {full * first + full * (full - 1) / 2 + (partial ? (stop + mask) >> tile_bits : 0), full + partial};
   }
 
-  double time(int64_t launches, double tiles, double query_tiles) const {
-    return static_cast<double>(launches) * launch +
-           static_cast<double>(heads) * (tile * tiles + query_tile * query_tiles);
+  int64_t hidden_tiles(int64_t start, int64_t stop) const {
+    const Counts counts = count(start, stop);
+    return counts.query_tiles * ((stop + tile_rows - 1) >> tile_bits) - counts.tiles;
   }
 
   double time(int64_t launches, const Counts& counts) const {
-    return time(launches, static_cast<double>(counts.tiles), static_cast<double>(counts.query_tiles));
+    const double tile_times = tile * static_cast<double>(counts.tiles) +
+                              query_tile * static_cast<double>(counts.query_tiles) +
+                              hidden * static_cast<double>(counts.hidden);
+    return static_cast<double>(launches) * launch + static_cast<double>(heads) * tile_times;
   }
 
  private:
@@ -66,12 +72,27 @@ inline bool is_shared(const Piece* begin, const Piece* end) {
 
 // What documents ask of a rank.
 struct Load {
-  Counts counts;
+  Counts counts;                       // without what is hidden:
+  std::array<int64_t, 2> hidden = {};  // in heads and in tails, but only
+  std::array<bool, 2> is_late = {};    // where these do not all begin their documents
   int64_t heads = 0, tails = 0;  // pieces
   int64_t in = 0, out = 0;       // rows of K and V that arrive, and that leave, once for every rank that needs them
   bool seen = false;             // for `add_moved`
 
   int64_t calls() const { return (heads > 0) + (tails > 0); }
+
+  // With all keys of a call at once.
+  Counts at_once() const {
+    Counts all = counts;
+    for (size_t call = 0; call < 2; ++call) all.hidden += is_late[call] ? hidden[call] : 0;
+    return all;
+  }
+
+  // A piece of a document on several ranks.
+  void hide(const Piece& piece, const Kernel& kernel) {
+    hidden[piece.is_tail()] += kernel.hidden_tiles(piece.segment.start, piece.segment.stop);
+    is_late[piece.is_tail()] |= piece.segment.start > 0;
+  }
 
   void add(const Piece& piece, const Counts& its) {
     ++(piece.is_tail() ? tails : heads);

@@ -98,6 +98,7 @@ class Player {
     std::vector<int64_t> held(cp_size_);
     for (const Piece* piece = begin; piece < end; ++piece) {
       shared_[piece->rank()].add(*piece, costs_.forward.count(piece->segment.start, piece->segment.stop));
+      shared_[piece->rank()].hide(*piece, costs_.forward);
       int64_t& before = held[piece->rank()];
       const int64_t rows = piece->segment.stop - piece->segment.start;
       rows_.push_back({piece->call, rows, piece->segment.start - before, before});
@@ -119,7 +120,7 @@ class Player {
   // The documents on several ranks, with all their keys.
   Timed together() const {
     std::vector<Kernels> kernels;
-    for (const Load& load : shared_) kernels.push_back({load.calls(), load.counts});
+    for (const Load& load : shared_) kernels.push_back({load.calls(), load.at_once()});
     return timed(kernels, 1, 0);
   }
 

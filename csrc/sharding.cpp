@@ -169,9 +169,9 @@ Draft fastest(const std::vector<int64_t>& lengths, int64_t cp_size, const Choice
   return std::move(*best);
 }
 
-// The calls of every rank: heads and tails; in rounds whole documents before these.
-void arrange(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_size, bool in_rounds, Sharding& plan) {
-  const size_t num_calls = in_rounds ? 3 : std::min<size_t>(cp_size, 2);
+// The calls of every rank: heads and tails; perhaps whole documents before these.
+void arrange(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_size, bool whole_apart, Sharding& plan) {
+  const size_t num_calls = whole_apart ? 3 : std::min<size_t>(cp_size, 2);
   std::vector<const Piece*> first(num_documents);
   for (const Piece& piece : pieces)
     if (piece.segment.start == 0) first[static_cast<size_t>(piece.segment.document)] = &piece;
@@ -180,10 +180,10 @@ void arrange(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_s
     for (const Piece* begin : first) {
       const Piece* end = begin + 1;
       while (end < last && end->segment.start > 0) ++end;
-      if (in_rounds && !is_shared(begin, end))
+      if (whole_apart && !is_shared(begin, end))
         take(begin->rank() * num_calls, Segment{begin->segment.document, 0, (end - 1)->segment.stop});
       else
-        for (; begin < end; ++begin) take(begin->rank() * num_calls + in_rounds + begin->is_tail(), begin->segment);
+        for (; begin < end; ++begin) take(begin->rank() * num_calls + whole_apart + begin->is_tail(), begin->segment);
     }
   };
   plan.bounds.assign(cp_size * num_calls + 1, 0);
@@ -204,7 +204,9 @@ Sharding choose_sharding(const std::vector<int64_t>& lengths, int64_t cp_size, c
   Rounds rounds{best.time(), {}};
   if (runs_in_rounds) rounds = in_rounds(best.pieces(), ranks, *choice.costs);
   Sharding plan{best.strategy, rounds.time, {}, {}, std::move(rounds.shares)};
-  arrange(best.pieces(), lengths.size(), ranks, runs_in_rounds, plan);
+  // Among others, they would have a mask that hides tiles.
+  const bool whole_apart = runs_in_rounds || (cp_size > 1 && choice.kernel.hidden > 0);
+  arrange(best.pieces(), lengths.size(), ranks, whole_apart, plan);
   return plan;
 }
 

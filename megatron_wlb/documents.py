@@ -98,8 +98,9 @@ class Shard:
     """What one context-parallel rank holds of a micro-batch.
 
     One varlen attention call computes each of its *calls*: segments in which a document occurs at most once, in order.
-    Local rows follow the calls. For attention in rounds these are documents that are whole on the rank, then heads and
-    tails of others; else heads with what is whole, and tails; on a single rank all documents.
+    Local rows follow the calls. For attention in rounds, and wherever a mask hides tiles that take time, these are
+    documents that are whole on the rank, then heads and tails of others; else heads with what is whole, and tails; on a
+    single rank all documents.
     """
 
     calls: tuple[np.ndarray, ...]

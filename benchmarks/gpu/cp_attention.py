@@ -20,12 +20,11 @@ import torch
 from benchmarks import results
 from benchmarks.lengths import WINDOW, attention_job, f2, packed
 from benchmarks.results import Row
-from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, gpu_of, load_profile
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.runtime import measure
-from megatron_wlb.sharding.select import shard
+from megatron_wlb.sharding.select import attention_times, shard
 
 MODELS = {"7B TP8": (4, 4), "70B TP8": (8, 1)}
 """Query and key heads of a tensor-parallel rank."""
@@ -70,7 +69,9 @@ def shardings(made: list[np.ndarray], job: Job, device: str) -> tuple[list[Row],
     jobs = {s: replace(job.sharded(cp_sharding=s), reorder=s == "auto") for s in STRATEGIES}
     jobs["auto"] = replace(jobs["auto"], cp_exchange="shared")  # in rounds, as training runs it
     jobs["whole"] = replace(job, parallel=replace(job.parallel, cp=1))
-    target, kernel = measure.target_of(job.model, device, "auto", None), sharding_kernel(job)
+    target = measure.target_of(job.model, device, "auto", None)
+    # All masks of cuDNN that hide tiles are paid for, whoever's sharding has them.
+    forward, backward = job.profile.kernels(heads=job.model.num_attention_heads, head_size=job.model.head_size)
     stopwatch = measure.stopwatch_of(device, seconds=0)
     measured, predicted = defaultdict[str, float](float), defaultdict[str, float](float)
     with measure.one_thread():
@@ -78,8 +79,9 @@ def shardings(made: list[np.ndarray], job: Job, device: str) -> tuple[list[Row],
             plan = shard(lengths, given)
             ranks = range(len(plan.shards))
             measured[name] += max(sum(measure.attention_times(plan, rank, target, stopwatch)) for rank in ranks) / 1e3
-            counts = np.array([kernel.count_shard(each.calls) for each in plan.shards])
-            predicted[name] += float(kernel.time(*counts.T).max()) / 1e3
+            counts = np.array([backward.count_shard(each.calls) for each in plan.shards]).T
+            busy = attention_times(plan, given)[0] if name == "auto" else [k.time(*counts) for k in (forward, backward)]
+            predicted[name] += float(sum(busy).max()) / 1e3
     limit = measured["whole"] / job.parallel.cp
     rows = [
         {"sharding": name, "total_ms": ms, "predicted_ms": predicted[name], "over_limit": ms / limit}

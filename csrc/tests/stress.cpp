@@ -151,8 +151,14 @@ void stress_adaptive(Choices& choose) {
 void stress_sharding(Choices& choose) {
   int64_t cp_size = choose.of<int64_t>({1, 2, 3, 4, 16});
   const int64_t longest = choose.of<int64_t>({1, 40, 3000, 1 << 20}), heads = choose.between(1, 64);
-  const wlb::Kernel kernel{choose.of<int64_t>({1, 2, 128, 1 << 16}), 3.0, choose.of<double>({0.0, 1.0}), 0.5, heads,
-                           choose.between(1, 4), choose.of<double>({0.0, 0.25, 5.0})};
+  const wlb::Kernel kernel{choose.of<int64_t>({1, 2, 128, 1 << 16}),
+                           3.0,
+                           choose.of<double>({0.0, 1.0}),
+                           0.5,
+                           choose.of<double>({0.0, 1.0}),
+                           heads,
+                           choose.between(1, 4),
+                           choose.of<double>({0.0, 0.25, 5.0})};
   Int64s lengths;
   for (int64_t left = choose.between(1, 40); left > 0; --left) lengths.push_back(choose.between(1, longest));
   int64_t tokens = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
@@ -165,7 +171,7 @@ void stress_sharding(Choices& choose) {
   if (choose.one_in(2)) {
     const auto time = [&](double most) { return choose.of<double>({0.0, most / 300, most}); };
     const auto shares = choose.of<std::vector<std::vector<double>>>({{}, {{0, 1}, {0, 0.125, 0.875, 1}}});
-    const wlb::Kernel backward{kernel.tile_rows, 2.0, 2.5, time(1), heads, 1, 0.0};
+    const wlb::Kernel backward{kernel.tile_rows, 2.0, 2.5, time(1), time(2.5), heads, 1, 0.0};
     choice.costs = wlb::RoundCosts{kernel,  backward,  time(20),  time(3),
                                    time(6), time(0.5), time(0.1), shares};
   }

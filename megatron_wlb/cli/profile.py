@@ -131,7 +131,7 @@ def _fit(
     job = make_job(model=model, context_length=LONGEST_TOKENS[target.device][0], global_batch_size=1, profile=profile)
     stated = msgspec.to_builtins(profile)
     kept = {f.name: stated[f.name] for f in fields(Profile) if getattr(profile, f.name) != f.default}
-    kept |= {"unit": "us; tile and query_tile per query head, launch once", "error": error}
+    kept |= {"unit": "us; tile, query_tile and hidden per query head, launch once", "error": error}
     return kept | {"crossover_tokens": job.crossover_tokens, "linear": linear}
 
 
@@ -140,10 +140,9 @@ def _print(data: dict[str, Any]) -> None:
         times, error = data[direction], data["error"][direction]
         print(
             f"{direction}: {times['launch']:.3g} us a launch, {times['tile']:.3g} a tile, {times['query_tile']:.3g} a "
-            f"query tile of {data['tile_rows']} rows; error median {error['held_out_median']:.1%}, p90 "
-            f"{error['held_out_p90']:.1%} on {error['shapes_held_out']} held-out shapes; linear part "
-            f"{data['linear'][f'{direction}_us_per_token']:.3g} us a token, {rate:.3g} "
-            "TFLOP/s",
+            f"query tile of {data['tile_rows']} rows, {times['hidden']:.3g} a hidden tile; error median "
+            f"{error['held_out_median']:.1%}, p90 {error['held_out_p90']:.1%} on {error['shapes_held_out']} held-out "
+            f"shapes; linear part {data['linear'][f'{direction}_us_per_token']:.3g} us a token, {rate:.3g} TFLOP/s",
             file=sys.stderr,
         )
     print(f"crossover {data['crossover_tokens']} tokens", file=sys.stderr)
@@ -202,28 +201,29 @@ def fit_directions(
     return kernel, error
 
 
-def count(shard: Shard, heads: int, tile_rows: int) -> tuple[int, int, int]:
-    """Return the factors of launch, tile and query_tile of `KernelTimes` for a shard."""
+def count(shard: Shard, heads: int, tile_rows: int) -> tuple[int, int, int, int]:
+    """Return the factors of the `KernelTimes` for a shard."""
     kernel = KernelModel(tile_rows=tile_rows, launch=0.0, tile=0.0, query_tile=0.0)
-    launches, tiles, query_tiles = kernel.count_shard(shard.calls)
-    return launches, heads * tiles, heads * query_tiles
+    launches, tiles, query_tiles, hidden = kernel.count_shard(shard.calls)
+    return launches, heads * tiles, heads * query_tiles, heads * hidden
 
 
 def fit(counts: np.ndarray, us: np.ndarray) -> KernelTimes:
-    """Fit relative errors by least squares, no time under 0; counts [n, 3], us [n]."""
+    """Fit relative errors by least squares, no time under 0; counts [n, 4], us [n]. Without hidden tiles [n, 3]."""
     from scipy.optimize import nnls
 
     relative = counts / us[:, None]
     unit = np.linalg.norm(relative, axis=0)
+    unit[unit == 0] = 1  # no tile is hidden in any of them
     shares = nnls(relative / unit, np.ones(len(us)))[0]
     shares[shares < 1e-9 * shares.max()] = 0  # rounding errors
-    launch, tile, query_tile = map(rounded, shares / unit)
-    return KernelTimes(launch=launch, tile=tile, query_tile=query_tile)
+    names = ("launch", "tile", "query_tile", "hidden")
+    return KernelTimes(**dict(zip(names, map(rounded, shares / unit), strict=False)))
 
 
 def predict(times: KernelTimes, counts: np.ndarray) -> np.ndarray:
-    """Return predicted times in us, float64 [n], of counts [n, 3]."""
-    return counts @ np.array([times.launch, times.tile, times.query_tile])
+    """Return predicted times in us, float64 [n], of counts as in `fit`."""
+    return counts @ np.array([times.launch, times.tile, times.query_tile, times.hidden])[: counts.shape[-1]]
 
 
 def relative_error(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -109,20 +110,30 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
 
 
 def attention_kernels(job: Job, window: int | None = None) -> tuple[KernelModel, KernelModel]:
-    """Attention of one layer on one rank, forward and backward, without communication."""
+    """Attention of one layer on one rank, forward and backward, without communication.
+
+    A ring and the paper's all-gather have no mask that is aligned to the bottom right.
+    """
     heads, size = job.model.heads_per_rank(job.parallel.tp)[0], job.model.head_size
     parts = job.parallel.cp if job.cp_exchange == "ring" else 1
     forward, backward = job.profile.kernels(heads=heads, head_size=size, parts=parts, fp8=job.fp8_attention)
-    return replace(forward, window=window), replace(backward, window=window)
+    changes: dict[str, Any] = {"window": window}
+    if job.cp_exchange not in ("shared", "latents"):
+        changes["hidden"] = 0.0
+    return replace(forward, **changes), replace(backward, **changes)
 
 
 @lru_cache(maxsize=16)
 def sharding_kernel(job: Job) -> KernelModel:
     """Return attention of a layer, both directions, with an exposed exchange."""
     forward, backward = attention_kernels(job)
+    kernel = forward + backward
+    # Rounds go around hidden tiles; beside windows, latents do not divide what is whole from other documents.
+    if job.cp_exchange == "shared" or job.model.windows != (None,):
+        kernel = replace(kernel, hidden=0.0)
     # If all rows are exchanged whatever the sharding, the exchange does not affect the choice.
     if job.cp_exchange not in ("shared", "latents"):
-        return forward + backward
+        return kernel
     arrive, leave = exchange_model(job).times(np.array(job.context_length))
     times = 1 if job.cp_exchange == "latents" else 2
-    return replace(forward + backward, exchange=float(times * arrive + leave) / job.context_length)
+    return replace(kernel, exchange=float(times * arrive + leave) / job.context_length)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from megatron_wlb.hardware.network import H100_NETWORK, Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
-    """Time of varlen attention: launch + heads * (tile * N_t + query_tile * N_q).
+    """Time of varlen attention: launch + heads * (tile * N_t + query_tile * N_q + hidden * N_h).
 
-    N_q counts query tiles of `tile_rows` rows, N_t the tiles of `tile_rows` x `tile_rows` that the causal mask leaves.
+    N_q counts query tiles of `tile_rows` rows, N_t the tiles of `tile_rows` x `tile_rows` that the causal mask leaves,
+    N_h those that it hides where it is aligned to the bottom right.
     """
 
     tile_rows: int
@@ -27,6 +28,7 @@ class KernelModel:
     launch: float
     tile: float
     query_tile: float
+    hidden: float = 0.0
     heads: int = 1
     parts: int = 1
     """Parts of K and V: one computes while the next is transferred."""
@@ -55,17 +57,28 @@ class KernelModel:
         rows = np.clip(query_tiles + np.minimum(skipped, 0), 0, None)
         return tiles - rows * np.maximum(skipped, 0) - rows * (rows - 1) // 2, query_tiles
 
-    def count_shard(self, calls: Sequence[np.ndarray]) -> tuple[int, int, int]:
-        """Return non-empty calls, N_t and N_q of a shard."""
-        return sum(len(call) > 0 for call in calls), *(self.count(np.concatenate(calls)) if calls else (0, 0))
+    def hidden_tiles(self, segments: np.ndarray) -> np.ndarray:
+        """Return the tiles that the mask hides per SEGMENT [n] against its keys [0, stop): int64 [n]."""
+        t, (tiles, query_tiles) = self.tile_rows, self.tiles(segments)
+        return query_tiles * -(-segments["stop"] // t) - tiles
 
-    def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
+    def count_shard(self, calls: Sequence[np.ndarray]) -> tuple[int, int, int, int]:
+        """Return non-empty calls, N_t, N_q and N_h of a shard, all keys of a call at once.
+
+        The mask of a call of whole documents is aligned to the top left. Windows are not measured.
+        """
+        late = [call for call in calls if self.window is None and call["start"].any()]
+        hidden = sum(int(self.hidden_tiles(call).sum()) for call in late)
+        return sum(len(call) > 0 for call in calls), *(self.count(np.concatenate(calls)) if calls else (0, 0)), hidden
+
+    def time(self, launches: Any, tiles: Any, query_tiles: Any, hidden: Any = 0) -> Any:
         """Return the time of counts or arrays, with the operations of csrc/pieces.h."""
-        return launches * self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)
+        tile_times = self.tile * tiles + self.query_tile * query_tiles + self.hidden * hidden
+        return launches * self.launch + self.heads * tile_times
 
     def __add__(self, other: "KernelModel") -> "KernelModel":
         """The sum of both directions."""
-        summed = {name: getattr(self, name) + getattr(other, name) for name in ("launch", "tile", "query_tile")}
+        summed = {name: getattr(self, name) + getattr(other, name) for name in _TIMES}
         return replace(self, **summed)
 
 
@@ -76,10 +89,15 @@ class KernelTimes:
     launch: float
     tile: float
     query_tile: float
+    hidden: float = 0.0
+    """Of a tile that a mask aligned to the bottom right hides, as with queries at the end of their keys."""
 
     def scaled(self, factor: float) -> "KernelTimes":
         """Return all times multiplied by `factor`."""
-        return KernelTimes(launch=self.launch * factor, tile=self.tile * factor, query_tile=self.query_tile * factor)
+        return KernelTimes(**{name: factor * time for name, time in asdict(self).items()})
+
+
+_TIMES = tuple(each.name for each in fields(KernelTimes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +147,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         for times in filter(None, (self.forward, self.backward, *(self.fp8 or ()))):
-            values = (times.launch, times.tile, times.query_tile)
+            values = tuple(asdict(times).values())
             if not all(math.isfinite(t) and t >= 0 for t in values) or not (any(values) or self.counts_pairs):
                 raise ValueError(f"its kernel times are {values}; they must be finite, at least 0, and not all 0")
         rates = [*self.rates, self.memory_gb_per_s, self.memory_gib, self.attention_backward, self.experts_gain]
@@ -183,8 +201,8 @@ class Profile:
         size = 1.0 if head_size is None or self.head_size is None else head_size / self.head_size
 
         def kernel(times: KernelTimes) -> KernelModel:
-            sized = replace(times, tile=times.tile * size, query_tile=times.query_tile * size)
-            return KernelModel(tile_rows=self.tile_rows, heads=heads, parts=parts, **asdict(sized))
+            sized = asdict(times.scaled(size)) | {"launch": times.launch}
+            return KernelModel(tile_rows=self.tile_rows, heads=heads, parts=parts, **sized)
 
         own = self.forward, self.backward or self.forward.scaled(self.attention_backward)
         forward, backward = self.fp8 if fp8 and self.fp8 else own

@@ -4,6 +4,7 @@ A *pool* holds the rows that arrive, then the rank's own rows; keys are gathered
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_wlb.documents import Keys
 from megatron_wlb.runtime.backends.protocol import keys_and_values
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
 
@@ -22,29 +24,35 @@ def exchange_rows(x: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup |
 
     x is anything that K and V are computed from row by row, for `attention_to_keys`; differentiable once. Takes an
     all-to-all in forward and one in backward. Gradients return in the dtype of x and are summed in fp32 (fp64 for
-    fp64). Raises ValueError for a plan of several rounds.
+    fp64). Raises ValueError for a plan with documents in parts.
     """
-    part = only_part(metadata)
-    return x if part.keys_are_rows else _ExchangeRows.apply(x, part, group)
+    parts = parts_at_once(metadata)
+    return x if all(part.keys_are_rows for part in parts) else _ExchangeRows.apply(x, parts, group)
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Part, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.setup = part, group
-        return finish(*begin(x, part, group), part)
+    def forward(ctx: Any, x: Tensor, parts: Sequence[Part], group: dist.ProcessGroup | None) -> Tensor:
+        ctx.setup = parts, group
+        return torch.cat([finish(*begin(x[part.rows], part, group), part) for part in parts])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        part, group = ctx.setup
-        total = gradient.index_select(0, part.own_keys).to(torch.promote_types(gradient.dtype, torch.float32))
-        if part.sent:
-            given = gradient.index_select(0, part.arrived_keys)
-            back = given.new_empty((part.sent_rows.shape[0], *given.shape[1:]))
-            _exchanged(given, back, part, group, back=True).wait()
-            total.index_add_(0, part.sent_rows, back.to(total.dtype))
-        return total.to(gradient.dtype), None, None
+        parts, group = ctx.setup
+        each = zip(split_keys(gradient, parts), parts, strict=True)
+        return torch.cat([_returned(of_keys, part, group) for of_keys, part in each]), None, None
+
+
+def _returned(gradient: Tensor, part: Part, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the gradient of a part's rows, of that of its keys."""
+    total = gradient.index_select(0, part.own_keys).to(torch.promote_types(gradient.dtype, torch.float32))
+    if part.sent:
+        given = gradient.index_select(0, part.arrived_keys)
+        back = given.new_empty((part.sent_rows.shape[0], *given.shape[1:]))
+        _exchanged(given, back, part, group, back=True).wait()
+        total.index_add_(0, part.sent_rows, back.to(total.dtype))
+    return total.to(gradient.dtype)
 
 
 def begin(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
@@ -140,10 +148,16 @@ def gradient_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, **given)
 
 
-def only_part(metadata: ShardMetadata) -> Part:
-    if len(metadata.layouts) > 1:
+def parts_at_once(metadata: ShardMetadata) -> tuple[Part, ...]:
+    """Return the parts if their keys, one part's after the other's, are all that local queries see."""
+    if any(layout.of not in (Keys.ALL, Keys.WHOLE, Keys.SHARED) for layout in metadata.layouts):
         raise ValueError(
             f"a plan of {len(metadata.layouts)} rounds, and all keys are there at once; plan for a job whose "
             "cp_exchange is latents"
         )
-    return metadata.parts[0]
+    return metadata.parts
+
+
+def split_keys(x: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+    """Return x [P, ...] of all keys part by part, as views."""
+    return x.split([part.gather.shape[0] for part in parts])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wlb.documents import Keys
-from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, gradient_group, only_part
+from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, gradient_group, parts_at_once, split_keys
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 
@@ -72,10 +72,10 @@ def attention_to_keys(
 
     q [s, Hq, D] are the local rows; kv is K [P, Hkv, D] and V [P, Hkv, Dv], `side_by_side`, of the rows of
     `exchange_rows`. Saves kv itself, so that its storage may be freed and computed again. Raises ValueError as above,
-    and for a plan of several rounds.
+    and for a plan with documents in parts.
     """
     k, v = keys_and_values(kv, q.shape[-1])
-    _check(q, k, v, only_part(metadata).gather.shape[0], metadata, options)
+    _check(q, k, v, sum(part.gather.shape[0] for part in parts_at_once(metadata)), metadata, options)
     return _ContextParallelAttention.apply(q, kv, None, sink, metadata, None, options)
 
 
@@ -103,7 +103,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         q, kv, arrived = owned(q), k if v is None else side_by_side(k, v), v is None
         out = q.new_empty((*q.shape[:2], keys_and_values(kv, q.shape[-1])[1].shape[-1]))
         parts = _arrived(metadata) if arrived else metadata.parts_of(options.window)
-        arriving = _arriving(kv, parts, group)
+        arriving = iter(split_keys(kv, parts)) if arrived else _arriving(kv, parts, group)
         lse = attend_in_rounds(q, arriving, out, parts, options)
         if sink is not None:
             for (part, call), sums in zip(_own_calls(parts), lse, strict=True):
@@ -125,8 +125,13 @@ class _ContextParallelAttention(torch.autograd.Function):
         dq, dsink = torch.empty_like(q), None
         if sink is not None and ctx.needs_input_grad[3]:
             dsink = _sink_gradient(sink, parts, dout, out, lses)
-        if len(parts) == 1 and parts[0].keys_are_rows:
-            dkv = attend_backward(dout, q, kv, out, lses, dq, parts[0], options).to(kv.dtype)
+        if arrived or (len(parts) == 1 and parts[0].keys_are_rows):
+            each = zip(parts, split_keys(kv, parts), by_round(parts, lses), strict=True)
+            dkvs = [
+                attend_backward(dout[p.rows], q[p.rows], keys, out[p.rows], sums, dq[p.rows], p, options).to(kv.dtype)
+                for p, keys, sums in each
+            ]
+            dkv = dkvs[0] if len(dkvs) == 1 else torch.cat(dkvs)
             of_keys = (dkv, None) if arrived else keys_and_values(dkv, q.shape[-1])
             return dq, *of_keys, dsink, None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys_and_values(kv, q.shape[-1]))
@@ -258,8 +263,8 @@ def attend_backward(
 
 
 def _arrived(metadata: ShardMetadata) -> tuple[Part, ...]:
-    """Return the only part of metadata for keys that are all here."""
-    return (replace(only_part(metadata), rows=slice(None), sent=(), received=(), keys_are_rows=True),)
+    """Return the parts of metadata for keys that are all here."""
+    return tuple(replace(part, sent=(), received=()) for part in parts_at_once(metadata))
 
 
 def _own_calls(parts: Sequence[Part]) -> list[tuple[Part, Call]]:

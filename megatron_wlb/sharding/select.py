@@ -2,7 +2,7 @@
 
 The paper has two shardings, both of 2 * CP chunks of which rank r holds r and 2 * CP - 1 - r. Hybrid sharding (ours;
 `csrc/hybrid.h`) has every document on as few ranks as balance needs, so fewer of its keys travel. K and V of a round
-travel during the last one (`csrc/rounds.h`).
+travel during the last one (`csrc/rounds.h`). In parts, own squares and the keys before them have no hidden tiles.
 """
 
 import itertools
@@ -19,7 +19,8 @@ from megatron_wlb.job import STRATEGIES, Job
 from megatron_wlb.sharding.routing import moved_rows
 
 # Beside a constant: predicted time of a layer that is lost without it, median and most of ten jobs (CP = 2 to 32, 7B to
-# 405B, documents of F2, 5 seeds). `test_everything_that_is_tried_pays` holds four of these jobs to it.
+# 405B, documents of F2, 5 seeds), if hidden tiles take no time. `test_everything_that_is_tried_pays` holds four of
+# these jobs to it.
 KEY_SPLITS = (  # without parts 9.0 and 15.8 %
     (0.0, 1.0),  # 0.17 and 0.43 %
     (0.0, 1 / 2, 1.0),  # 0.84 and 1.74 %

@@ -266,11 +266,11 @@ def _attention(job: Job, shards: Sequence[ShardPlan], window: int | None) -> tup
     rows = np.array([float(p.lengths.sum()) for p in shards])
     if job.cp_exchange == "latents":
         rows = np.array([float(moved_rows(p).max()) for p in shards])
-    counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
-    calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
+    counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 4]
+    calls, *tiles = np.moveaxis(counts, 2, 0)
     # A step of a ring has both chunks of a rank in one launch.
     launches = np.full_like(calls, job.parallel.cp) if job.cp_exchange == "ring" else calls
-    forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
+    forward, backward = (kernel.time(launches, *tiles) for kernel in kernels)
     if job.cp_exchange == "latents":
         return (forward, backward), exchange_model(job).times(rows)
     return (forward, backward), exposed_exchange(job, rows, (forward.max(axis=1), backward.max(axis=1)))

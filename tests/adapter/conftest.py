@@ -46,8 +46,8 @@ def dataset(tmp_path_factory):
 def profile(tmp_path):
     """Flags that shard by document, for a kernel with these times in us."""
 
-    def flags(launch, tile):
-        kernel = {"launch": launch, "tile": tile, "query_tile": 0}
+    def flags(launch, tile, hidden=0):
+        kernel = {"launch": launch, "tile": tile, "query_tile": 0, "hidden": hidden}
         path = tmp_path / "profile.json"
         path.write_text(json.dumps({"name": "made up", "tile_rows": 1, "forward": kernel}))
         return f"{BY_DOCUMENT} --wlb-profile {path}"

@@ -32,7 +32,7 @@ def written(tmp_path_factory):
 def test_the_fit_recovers_constants_from_noisy_times(rows):
     heads, noise = 8, np.random.default_rng(1)
     forward = KernelTimes(launch=20.0, tile=0.03, query_tile=0.1)
-    backward = KernelTimes(launch=50.0, tile=0.08, query_tile=0.0)
+    backward = KernelTimes(launch=50.0, tile=0.08, query_tile=0.0, hidden=0.06)
     shards = [plan.shards[rank] for plan, rank in calibration.shapes(131072)]
     counts = np.array([calibration.count(s, heads, rows) for s in shards])
     us = np.stack([calibration.predict(times, counts) for times in (forward, backward)], axis=1)
@@ -44,6 +44,7 @@ def test_the_fit_recovers_constants_from_noisy_times(rows):
         assert fitted.launch == pytest.approx(true.launch, rel=0.05)
         assert fitted.tile == pytest.approx(true.tile, rel=0.05)
         assert fitted.query_tile == pytest.approx(true.query_tile, rel=0.25, abs=0.02)
+        assert fitted.hidden == pytest.approx(true.hidden, rel=0.25, abs=0.008)
         assert 0.02 < error[name]["held_out_median"] < 0.06
         assert error[name]["held_out_median"] < error[name]["held_out_p90"] < 0.15
         assert error[name]["shapes_fitted"] + error[name]["shapes_held_out"] == len(shards)

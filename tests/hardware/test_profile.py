@@ -24,14 +24,15 @@ from megatron_wlb.hardware.profile import (
 
 
 def count_tiles(segments, tile_rows):
-    """Tiles with a visible key, and query tiles, of causal segments [start, stop), one tile at a time."""
-    tiles = query_tiles = 0
+    """Tiles with a visible key, query tiles, and hidden tiles, of causal segments [start, stop), one at a time."""
+    tiles = query_tiles = hidden = 0
     for start, stop in segments:
         for first_row in range(start, stop, tile_rows):
             end = min(first_row + tile_rows, stop)
             query_tiles += 1
-            tiles += sum(first_key < end for first_key in range(0, stop, tile_rows))
-    return tiles, query_tiles
+            seen = [first_key < end for first_key in range(0, stop, tile_rows)]
+            tiles, hidden = tiles + sum(seen), hidden + len(seen) - sum(seen)
+    return tiles, query_tiles, hidden
 
 
 def call(segments):
@@ -44,16 +45,26 @@ def call(segments):
     st.integers(1, 4),
 )
 def test_the_kernel_model_counts_tiles(segments, tile_rows, heads):
-    kernel = KernelModel(tile_rows=tile_rows, launch=1.0, tile=1e3, query_tile=1e9, heads=heads)
+    kernel = KernelModel(tile_rows=tile_rows, launch=1.0, tile=1e3, query_tile=1e9, hidden=0.5, heads=heads)
     counts = kernel.count(call(segments))
-    assert counts == count_tiles(segments, tile_rows)
+    *expected, hidden = count_tiles(segments, tile_rows)
+    assert counts == tuple(expected)
     assert kernel.time(2, *counts) == 2.0 + heads * (1e3 * counts[0] + 1e9 * counts[1])
+    # The mask of whole documents is aligned to the top left.
+    whole = [(0, stop) for _, stop in segments]
+    is_late = any(start for start, _ in segments)
+    launches, *twice, paid = kernel.count_shard((call(segments), call(whole), call([])))
+    assert (launches, paid) == (2 * bool(segments), is_late * hidden)
+    assert twice == [sum(pair) for pair in zip(counts, kernel.count(call(whole)), strict=True)]
+    assert replace(kernel, window=10).count_shard((call(segments),))[3] == 0
+    assert kernel.time(2, *counts, paid) == kernel.time(2, *counts) + heads * 0.5 * paid
 
 
 def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_products():
-    profile = Profile(name="", tile_rows=128, forward=KernelTimes(launch=1.0, tile=2.0, query_tile=3.0))
-    backward = profile.kernels()[1]
-    assert (backward.launch, backward.tile, backward.query_tile) == (2.5, 5.0, 7.5)
+    forward = KernelTimes(launch=1.0, tile=2.0, query_tile=3.0, hidden=4.0)
+    profile = Profile(name="", tile_rows=128, forward=forward, head_size=64)
+    backward = profile.kernels(head_size=128)[1]
+    assert (backward.launch, backward.tile, backward.query_tile, backward.hidden) == (2.5, 10.0, 15.0, 20.0)
     assert replace(profile, attention_backward=3.0).kernels()[1].tile == 6.0
 
 
@@ -91,6 +102,7 @@ def test_a_shipped_profile_is_of_the_gpu_in_its_name(name):
     profile, gpu = load_profile(name), name.split("-")[0]
     assert (profile.name, gpu_of(profile.device)) == (name, gpu) and name in generations(gpu)
     assert profile.network.gpus_per_node == (72 if gpu.startswith("gb") else 8)
+    assert (profile.forward.hidden, profile.backward.hidden > 0) == (0, gpu in ("h100", "h200") and "cudnn" in name)
     newer = load_profile(GPUS[gpu])
     assert newer.memory_gib == profile.memory_gib and newer.memory_gb_per_s == profile.memory_gb_per_s
 

@@ -43,7 +43,7 @@ class Load(NamedTuple):
     calls: np.ndarray
     """int64 [cp]: attention calls."""
     tiles: np.ndarray
-    """float64 [2, cp]: tiles and query tiles, see `KernelModel`."""
+    """float64 [3, cp]: tiles, query tiles and hidden tiles, see `KernelModel`."""
     merged: np.ndarray
     """int64 [cp]: query tiles that are added to what other parts have."""
     rows: np.ndarray
@@ -78,8 +78,6 @@ class Loads:
 
     def __init__(self, held: Ownership, kernel: KernelModel) -> None:
         self._held, self._kernel, self._rows = held, kernel, held.rows()
-        self.tiles = held.by_rank(np.stack(kernel.tiles(held.segments), axis=1))
-        """int64 [documents, 2, cp]."""
         self._pieces = held.by_rank(np.stack((1 - held.tails, held.tails), axis=1))
 
     def of(self, documents: np.ndarray, of: Round) -> Load:
@@ -87,15 +85,14 @@ class Loads:
         held, nothing = self._held, np.zeros(self._held.cp, np.int64)
         if of is Keys.SHARED:
             calls = (self._pieces[documents].sum(axis=0) > 0).sum(axis=0)
-            tiles, moved = (each[documents].sum(axis=0) for each in (self.tiles, self._rows))
-            return Load(calls, tiles, nothing, moved)
+            return Load(calls, self._at_once(documents), nothing, self._rows[documents].sum(axis=0))
         segments, ranks, tails = held.of_documents(documents)
         rows, tile = segments["stop"] - segments["start"], self._kernel.tile_rows
-        calls, tiles = nothing.copy(), np.zeros((2, held.cp))
+        calls, tiles = nothing.copy(), np.zeros((3, held.cp))
         if of is Keys.OWN:
             calls[ranks] = 1
             segments["start"], segments["stop"] = 0, rows
-            np.add.at(tiles.T, ranks, np.stack(self._kernel.tiles(segments), axis=1))
+            np.add.at(tiles[:2].T, ranks, np.stack(self._kernel.tiles(segments), axis=1))
             return Load(calls, tiles, nothing, np.zeros((2, held.cp)))
         low, high = of
         # A tail comes after the head of the same rank and document, if there is one.
@@ -109,8 +106,17 @@ class Loads:
         begins = sees & ~(np.append(False, sees[:-1]) & (np.diff(call, prepend=-1) == 0))
         np.add.at(calls, ranks, begins)
         query_tiles = -(-rows // tile) * sees
-        np.add.at(tiles.T, ranks, np.stack((query_tiles * -(-visible // tile), query_tiles), axis=1))
+        np.add.at(tiles[:2].T, ranks, np.stack((query_tiles * -(-visible // tile), query_tiles), axis=1))
         return Load(calls, tiles, tiles[1].astype(np.int64), (high - low) * self._rows[documents].sum(axis=0))
+
+    def _at_once(self, documents: np.ndarray) -> np.ndarray:
+        """Return tiles with all keys, of which a call hides some if not all of its segments begin their documents."""
+        segments, ranks, tails = self._held.of_documents(documents)
+        tiles, call = np.zeros((3, self._held.cp)), 2 * ranks + tails
+        is_late = np.bincount(call, segments["start"]) > 0
+        hidden = self._kernel.hidden_tiles(segments) * is_late[call]
+        np.add.at(tiles.T, ranks, np.stack((*self._kernel.tiles(segments), hidden), axis=1))
+        return tiles
 
 
 def round_times(
@@ -175,8 +181,8 @@ def _of_whole(held: Ownership, kernel: KernelModel) -> Load:
     first = ~held.is_shared[held.segments["document"]] & (held.segments["start"] == 0)
     segments, ranks = held.segments[first], held.ranks[first]
     segments["stop"] = held.lengths[segments["document"]]
-    tiles = np.zeros((2, held.cp))
-    np.add.at(tiles.T, ranks, np.stack(kernel.tiles(segments), axis=1))
+    tiles = np.zeros((3, held.cp))
+    np.add.at(tiles[:2].T, ranks, np.stack(kernel.tiles(segments), axis=1))
     calls = (np.bincount(ranks, minlength=held.cp) > 0).astype(np.int64)
     return Load(calls, tiles, np.zeros(held.cp, np.int64), np.zeros((2, held.cp)))
 

@@ -11,7 +11,7 @@ from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import RoundCosts
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.hybrid import hybrid
-from tests.reference.rounds import in_rounds
+from tests.reference.rounds import in_rounds, regrouped
 
 
 def choose_sharding(
@@ -27,6 +27,8 @@ def choose_sharding(
     plan = min(plans, key=lambda plan: plan.time)
     if costs is not None:
         plan = in_rounds(plan, costs)
+    elif cp_size > 1 and kernel.hidden > 0:
+        plan = regrouped(plan)
     calls = [call for shard in plan.shards for call in shard.calls]
     rows = np.concatenate(calls, dtype=SEGMENT).view(np.int64).reshape(-1, 3)
     bounds = np.cumsum([0, *map(len, calls)]).tolist()
@@ -57,7 +59,8 @@ def timed(plan: ShardPlan, kernel: KernelModel) -> ShardPlan:
 
 def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
     """Return the predicted attention of every rank, float64 [cp], in kernel units."""
-    calls, tiles, query_tiles = np.array([kernel.count_shard(shard.calls) for shard in plan.shards]).T
+    calls, *tiles = np.array([kernel.count_shard(shard.calls)[:3] for shard in plan.shards]).T
     launches = calls * (kernel.parts if moved_rows(plan).any() else 1)
-    work: np.ndarray = kernel.time(launches, tiles, query_tiles)
+    hidden = [kernel.count_shard(shard.calls[1:])[3] for shard in regrouped(plan).shards]
+    work: np.ndarray = kernel.time(launches, *tiles, np.array(hidden))
     return work

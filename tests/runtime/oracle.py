@@ -18,7 +18,7 @@ from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions
-from megatron_wlb.runtime.backends.protocol import keys_and_values
+from megatron_wlb.runtime.backends.protocol import keys_and_values, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.runtime.reference import expected
 from megatron_wlb.sharding.routing import rows
@@ -136,6 +136,12 @@ def by_hand(
     """out, dq, dk, dv without autograd, whose thread of a GPU all ranks would share, and which wants a driver."""
     function, ctx = attention._ContextParallelAttention, SimpleNamespace()
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+    if options.latents:
+        moving, moved = all_to_all._ExchangeRows, SimpleNamespace()
+        kv = moving.forward(moved, side_by_side(k, v), all_to_all.parts_at_once(metadata), group)
+        out = function.forward(ctx, q, kv, None, None, metadata, None, options)
+        dq, dkv, *_ = function.backward(ctx, dout)
+        return out, dq, *keys_and_values(moving.backward(moved, dkv)[0], q.shape[-1])
     out = function.forward(ctx, q, k, v, None, metadata, group, options)
     return out, *function.backward(ctx, dout)[:3]
 

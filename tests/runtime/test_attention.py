@@ -52,15 +52,18 @@ def silent_group(monkeypatch):
     cp=[1, 2, 3, 4, 8],
     heads=HEADS,
     dtype=[FP64, FP32, BF16],
+    latents=[False, True],
 )
-def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, heads, dtype):
+def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, heads, dtype, latents):
     missing = -sum(lengths) % (2 * cp)
     lengths = [*lengths, missing] if missing else lengths
     tensors = inputs(sum(lengths), heads, HEAD_SIZE, dtype)
     plan = sharding(np.array(lengths, np.int64), cp)
-    got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.3))
+    latents = latents and sharding is not in_parts
+    got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.3, latents=latents))
     assert all(x.dtype == dtype for x in got)
-    assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype])
+    # Ranks round their shares of dK and dV before they add them up.
+    assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype] * (2 if latents and dtype == BF16 else 1))
 
 
 def test_what_is_measured_is_what_runs(monkeypatch):

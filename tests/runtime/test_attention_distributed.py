@@ -35,6 +35,7 @@ WAYS = {
     "in rounds": ("in rounds", False, None),
     "in parts": ("in parts", False, None),
     "keys that came before": ("hybrid", True, None),
+    "keys that came before, whole ones first": ("in rounds", True, None),
     "windowed keys that came before": ("per-sequence", True, 7),
 }
 """Sharding, whether keys come by `exchange_rows`, and the window."""
@@ -50,7 +51,8 @@ def _attend(cp, way, numbers, heads, sizes, ahead, has_sink, gradients_in_fp32):
     plan = _plan(LENGTHS, sharding, cp)
     rows, (dtype, backend) = local_rows(plan, group.rank()), numbers
     options = AttentionOptions(backend=backend, scale=0.3, window=window, gradients_in_fp32=gradients_in_fp32)
-    metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode, windows=(None, 7))
+    windows = (None,) if keys_came_before else (None, 7)
+    metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode, windows)
     q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))
     sinks = (_sink(heads, dtype),) if has_sink else ()
     q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))

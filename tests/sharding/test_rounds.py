@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lengths import f2
+from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.documents import Keys
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.model import MODELS
@@ -65,6 +66,24 @@ def test_a_job_shards_for_the_least_time_of_both():
     plan = shard(lengths, given_job)
     assert plan.shares and Ownership(plan).is_shared.sum() > 1
     assert plan.time == pytest.approx(predicted(plan, given_job))
+
+
+def test_hidden_tiles_are_paid_for_where_documents_go_together_and_so_they_go_in_parts():
+    """Own squares, and keys before them, have none."""
+    paying, lengths = load_profile("h100-cudnn"), np.array([100_000] * 2 + [10_000] * 20, np.int64)
+    free = replace(paying, backward=replace(paying.backward, hidden=0.0))
+    sizes = {"tp": 8, "model": MODELS["codellama-34b"], "context_length": 1 << 19}
+    without, given_job = (job_of(8, profile=profile, **sizes) for profile in (free, paying))
+    together, apart = shard(lengths, without), shard(lengths, given_job)
+    assert not together.shares and apart.shares
+    (_, before), _ = attention_times(together, without)
+    (_, after), _ = attention_times(together, given_job)
+    kernel = attention_kernels(given_job)[1]
+    hidden = np.array([kernel.count_shard(each.calls[1:])[-1] for each in together.shards])
+    np.testing.assert_allclose(after - before, kernel.heads * kernel.hidden * hidden)
+    assert hidden.min() > 0 and predicted(apart, given_job) < predicted(together, given_job)
+    for direction, same in zip(attention_times(apart, given_job)[0], attention_times(apart, without)[0], strict=True):
+        np.testing.assert_array_equal(direction, same)
 
 
 TRIED = {

@@ -24,9 +24,10 @@ from tests.reference.sharding import choose_sharding
 FLOPS = sharding_kernel(job())
 H100 = sharding_kernel(job(cp=8, profile=load_profile("h100-fa2")))
 COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, parts=2, exchange=0.25)
-KERNELS = [FLOPS, H100, COARSE]
+KERNELS = [FLOPS, H100, COARSE, replace(COARSE, hidden=0.75)]
 PROFILES = [
     load_profile("h100-fa2"),
+    load_profile("h100-cudnn"),
     replace(load_profile("h100-fa2"), name="fast", forward=KernelTimes(launch=1.0, tile=0.002, query_tile=0.01)),
     FLOPS_PROFILE,
 ]

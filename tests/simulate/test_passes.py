@@ -7,7 +7,7 @@ import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model
 from megatron_wlb.cost.linear import exposed_dispatch, loss, memory_bound, output_matrix, products, tiling
-from megatron_wlb.documents import document_work
+from megatron_wlb.documents import Keys, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
@@ -213,6 +213,27 @@ def test_layers_without_attention_cost_by_tokens():
             getattr(together, direction), sum(getattr(times[kind][0], direction) for kind in "M*-") / 3
         )
     assert given.work(np.array([1000])) == 1000 * (1000 + given.crossover_tokens)
+
+
+def test_masks_that_hide_tiles_cost_where_all_keys_are_there_at_once():
+    """In backward of a document's second and third thirds, of 8 query tiles each. The rest begins documents.
+
+    What is whole on a rank has a call of its own for that, with the profile of such a kernel.
+    """
+    sizes = {"model": replace(MODELS["deepseek-v3"], num_layers=8), "tp": 8, "cp": 2, "cp_exchange": "latents"}
+    given = job(**sizes, profile=load_profile("h100-cudnn"))
+    (plan,) = plans = shards_of(given, [[3072, 1024]])
+    assert str(plan) == "1[0:1024] | 0[0:1024] | \n | 0[1024:2048] | 0[2048:3072]"
+    forward, backward = attention_kernels(given)
+    found = layer_times(given, plans)
+    begins, ends = (2, 2 * 36, 2 * 8), (2, 8 * 8 + 16 * 8 + 2 * 36, 2 * 8)
+    np.testing.assert_allclose(found[0].attention, [[forward.time(*begins), forward.time(*ends)]])
+    np.testing.assert_allclose(found[1].attention, [[backward.time(*begins), backward.time(*ends, 2 * 28)]])
+    assert backward.time(0, 0, 0, 1) == backward.heads * backward.tile and forward.hidden == 0
+    (other,) = shards_of(job(**sizes), [[3072, 1024]])
+    assert [len(each.calls) for each in other.shards] == [2, 2] and other.rounds == (Keys.ALL,)
+    for exchange in ("ring", "all"):
+        assert attention_kernels(replace(given, cp_exchange=exchange))[1].hidden == 0
 
 
 def test_expanding_keys_and_values_again_is_a_product_of_backward():

@@ -26,9 +26,9 @@ class TeBackend:
     from a separate array (padded offsets), so keys without a reader are skipped. It builds a plan for every number of
     entries, rows and keys, all rounded up: the first steps are slow. Where a mask is aligned to the bottom right,
     backward also takes the time of tiles that it hides (cuDNN 9.19 on an H100, `cp_attention_h100.json`). So a call of
-    whole documents has one that is aligned to the top left. Deterministic under
-    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows, since cuDNN's workspace grows with queries times
-    keys, on 10.0 from cuDNN 9.18.1 on.
+    whole documents has one that is aligned to the top left, and plans count these tiles (`KernelTimes.hidden`).
+    Deterministic under `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows, since cuDNN's workspace grows
+    with queries times keys, on 10.0 from cuDNN 9.18.1 on.
 
     Raises ValueError if the package is missing, and at the first call if cuDNN is too old to pack log-sum-exps; cuDNN
     raises RuntimeError for what it cannot run.
