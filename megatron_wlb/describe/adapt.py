@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from megatron_wlb.describe.arguments import flag_of
-from megatron_wlb.describe.megatron import has_linear_layers, has_user_buffers
+from megatron_wlb.describe.megatron import has_user_buffers
 from megatron_wlb.describe.refusals import Lenient, dispatches
 from megatron_wlb.describe.same import said
 
@@ -34,7 +34,6 @@ def _off(name: str, reason: str, price: str = "") -> _Adaptation:
 
 
 _ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
-
 _NO_OVERLAP = _without(
     "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"
 )
@@ -109,9 +108,9 @@ _ADAPTATIONS = (
         "inputs of experts vary in length",
     ),
     _Adaptation(
-        lambda a, given: a.overlap_moe_expert_parallel_comm and has_linear_layers(a),
+        lambda a, given: a.overlap_moe_expert_parallel_comm and a.hybrid_layer_pattern,
         _NO_OVERLAP,
-        "linear and hybrid layers have nodes of their own in the schedule, which route without a padding mask",
+        "hybrid models have no combined schedule, or one of their own",
         _NOT_HIDDEN,
     ),
     _Adaptation(

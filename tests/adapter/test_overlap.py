@@ -22,6 +22,7 @@ from tests.adapter.training import (
     EP2,
     GQA,
     LATENT,
+    LINEAR,
     MOE,
     QUERY_LATENT,
     SELECTIVE,
@@ -106,6 +107,7 @@ CASES = {
     "cp": full(2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 {EP2} {CP2}"),
     "recomputed": full(2, f"{MOE} {EP2} {CP2} {SELECTIVE} core_attn"),
     "latents": full(2, f"{MOE} {LATENTS} {EP2} {CP2}"),
+    "linear": full(2, f"{MOE} {LINEAR} --num-layers 4 {EP2} {CP2}"),
     "all": full(4, f"{FOUR} {MOE} {EXPERT_BIAS} {LOSSES} {VPP2} {CP2} {EP2} {BY_DOCUMENT}"),
 }
 
