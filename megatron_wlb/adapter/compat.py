@@ -28,8 +28,6 @@ from megatron_wlb.describe.megatron import has_linear_layers, parallel_of
 
 _SCRIPT = "forward_step loss_func get_batch train_valid_test_datasets_provider core_gpt_dataset_config_from_args"
 """Functions of upstream's `pretrain_gpt.py` that do not run with `--wlb`."""
-
-
 _COMMON = "megatron.core.models.common"
 
 

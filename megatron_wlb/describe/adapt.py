@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from megatron_wlb.describe.arguments import flag_of
-from megatron_wlb.describe.megatron import has_hybridep, has_linear_layers, has_user_buffers
+from megatron_wlb.describe.megatron import has_hybridep, has_user_buffers
 from megatron_wlb.describe.refusals import Lenient, dispatches
 from megatron_wlb.describe.same import said
 
@@ -36,7 +36,6 @@ def _off(name: str, reason: str, price: str = "") -> _Adaptation:
 _NCCLEP = "ncclep sizes its buffers by the first micro-batch, and micro-batches vary in length"
 _OF_NCCLEP = {"moe_expert_rank_capacity_factor": None} | _without("moe_ncclep_static_shape", "moe_ncclep_zero_copy")
 _ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
-
 _NO_OVERLAP = _without(
     "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"
 )
@@ -122,9 +121,9 @@ _ADAPTATIONS = (
         "inputs of experts vary in length",
     ),
     _Adaptation(
-        lambda a, given: a.overlap_moe_expert_parallel_comm and has_linear_layers(a),
+        lambda a, given: a.overlap_moe_expert_parallel_comm and a.hybrid_layer_pattern,
         _NO_OVERLAP,
-        "linear and hybrid layers have nodes of their own in the schedule, which route without a padding mask",
+        "hybrid models have no combined schedule, or one of their own",
         _NOT_HIDDEN,
     ),
     _Adaptation(

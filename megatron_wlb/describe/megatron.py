@@ -95,7 +95,7 @@ class Description:
             "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
             "hidden_dropout": a.hidden_dropout > 0,
             "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
-            "overlaps_experts": a.overlap_moe_expert_parallel_comm and not has_linear_layers(a),
+            "overlaps_experts": a.overlap_moe_expert_parallel_comm and not a.hybrid_layer_pattern,
             "recompute": recompute_of(a),
             "offloaded_layers": a.cpu_offloading_num_layers,
             "tp_tile_rows": tile_rows(a, parallel),

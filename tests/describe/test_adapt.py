@@ -41,11 +41,7 @@ PRICED = [
     ({"enable_cuda_graph": OFF}, {}, "--enable-cuda-graph: "),
     ({"moe_pad_expert_input_to_capacity": OFF}, {}, "--moe-pad-expert-input-to-capacity: .* vary in length$"),
     ({"tp_comm_overlap": OFF}, TP2 | {"use_transformer_engine_op_fuser": True}, "hidden$"),
-    (
-        EXPERTS_OVERLAP,
-        {"experimental_attention_variant": "gated_delta_net", "swiglu": True},
-        "linear.*no longer hidden$",
-    ),
+    (EXPERTS_OVERLAP, {"hybrid_layer_pattern": "ME*E"}, "hybrid models have .*no longer hidden$"),
     (EXPERTS_OVERLAP, {"moe_ncclep_zero_copy": True}, "--moe-ncclep-zero-copy with it: .*no longer hidden$"),
     ({"use_megatron_fsdp": OFF, "use_distributed_optimizer": ON}, {}, "--use-megatron-fsdp: .*; weights and gradients"),
     ({"use_torch_fsdp2": OFF, "use_distributed_optimizer": ON}, {}, "--use-torch-fsdp2: .*; weights and gradients"),
