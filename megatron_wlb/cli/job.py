@@ -1,6 +1,7 @@
 """The run given to a command, and its `Job` under --wlb."""
 
 import argparse
+import contextlib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_pr
 from megatron_wlb.job import Job
 from megatron_wlb.model import MODELS
 from megatron_wlb.simulate.memory import DEVICE_SHARE
+from megatron_wlb.simulate.recompute import ways
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
@@ -79,10 +81,19 @@ class Run(Description):
                 "optimizer leave of the memory is not known. Give --wlb-memory-budget."
             )
             return free
+        known = replace(self, budget=budget)
         try:
-            (known := replace(self, budget=budget)).job()
+            known.job()
             return known
         except ValueError as error:
+            for way in ways(job) if self.arguments.fine_grained_activation_offloading else ():
+                with contextlib.suppress(ValueError):
+                    (recomputed := replace(known, recompute=way)).job()
+                    self.judged.remarks.append(
+                        f"Without offloading of activations, training with --wlb wants {way.flags} to fit GPUs of "
+                        f"{job.profile.memory_gib:g} GiB; these numbers have it on its side."
+                    )
+                    return recomputed
             self.judged.remarks.append(
                 f"Training refuses this on GPUs of {job.profile.memory_gib:g} GiB, and these numbers are as if it "
                 f"fitted: {error}."

@@ -35,6 +35,8 @@ class Description:
     budget: float | None = None
     """Bytes for activations; None: not known."""
     bytes_per_value: int = 2
+    recompute: Recompute | None = None
+    """In the place of the arguments'."""
 
     @classmethod
     def of(cls, args: Namespace, arguments: MegatronArguments | None = None, **given: Any) -> Self:
@@ -96,7 +98,7 @@ class Description:
             "hidden_dropout": a.hidden_dropout > 0,
             "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
             "overlaps_experts": a.overlap_moe_expert_parallel_comm and not a.hybrid_layer_pattern,
-            "recompute": recompute_of(a),
+            "recompute": self.recompute or recompute_of(a),
             "offloaded_layers": a.cpu_offloading_num_layers,
             "tp_tile_rows": tile_rows(a, parallel),
             "tp_overlap": tp_overlap(parallel.tp) if tile_rows(a, parallel) else 0.0,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_wlb.describe.megatron import tp_overlap
+from megatron_wlb.describe.megatron import recompute_of, tp_overlap
 from megatron_wlb.job import Job
 from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.simulate.memory import OPTIMIZER_BYTES, WEIGHT_BYTES, gpu_weights, held_bytes
@@ -53,6 +53,9 @@ _SIMULATED = (
     _Simulated(
         "the dispatcher of tokens", "moe_dispatcher", lambda a, job: a.moe_token_dispatcher_type or job.moe_dispatcher
     ),
+    _Simulated(
+        "offloading of activations, in whose place they are recomputed,", "recompute", lambda a, job: recompute_of(a)
+    ),
     _Simulated("attention in FP8", "fp8_attention", lambda a, job: a.fp8_dot_product_attention),
 )
 
@@ -82,7 +85,7 @@ def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
     if a.use_megatron_fsdp or a.use_torch_fsdp2:
         more = (held_bytes(job) - divided_bytes(job)).max() / 2**30
         found.append(Price("FSDP", 1.0, 1.0, f"no time is predicted; weights and gradients take {more:.1f} GiB more"))
-    if a.fine_grained_activation_offloading:
+    if a.fine_grained_activation_offloading and job.recompute == megatron.recompute:
         found.append(Price("offloading of activations", 1.0, 1.0, "no time is predicted; they stay in GPU memory"))
     return found
 
