@@ -40,11 +40,10 @@ CYCLES_PER_US = 1500
 DETERMINISTIC = "--deterministic-mode"
 BITS = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 TRANSPORTS = {
-    "direct": {},
     "shared memory": {"NCCL_P2P_DISABLE": "1"},
     "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 }
-"""How NCCL moves data between ranks; `direct` is what it chooses by itself."""
+"""How NCCL moves data between ranks of CP2, besides its own choice."""
 SEEDS = ("", "1", "2")
 """Of delays; "": none."""
 CP2, PP2 = "--context-parallel-size 2 --wlb-cp-sharding auto", "--pipeline-model-parallel-size 2"
@@ -183,20 +182,23 @@ def main() -> None:
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     args = parser.parse_args()
     steps = 3 if args.rehearse else STEPS
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.output / "work" / args.name if args.output else Path(temporary)
-        wanted = runs_of(args, folder, steps)
-        by_name = {run.name: run for _, run, *_ in wanted}
-        for run in script.trained([*by_name.values()], at_once=2, ahead=2):
-            ended = "failed" if run.failed else "ended"
-            print(f"{run.name}: {ended} after {time.monotonic() - run.began:.0f} s", flush=True)
-        rows = [judged(name, run, by_name[base], by_name[still]) for name, run, base, still in wanted if base]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     tag = gpu_of(device or "") or ("cuda" if device else "cpu")
     settings = {"command": sys.argv[1:], "cuda": torch.version.cuda, "layouts": {n: LAYOUTS[n] for n in args.layouts}}
     where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
-    if args.output or device:
-        print(results.write(args.name, settings=settings, rows=rows, goals=goals(rows, steps), **where))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.output / "work" / args.name if args.output else Path(temporary)
+        wanted, ended, rows = runs_of(args, folder, steps), dict[str, script.Run](), list[Row]()
+        for run in script.trained([run for _, run, *_ in wanted], at_once=2, ahead=2):
+            ended[run.name] = run
+            print(f"{run.name}: {'failed' if run.failed else 'ended'} {time.monotonic() - run.began:.0f} s", flush=True)
+            rows = [
+                judged(name, run, ended[base], ended[still])
+                for name, run, base, still in wanted
+                if {run.name, base, still} <= ended.keys()
+            ]
+            if args.output or device:  # after every run, in case that the machine goes
+                results.write(args.name, settings=settings, rows=rows, goals=goals(rows, steps), **where)
     results.conclude(goals(rows, steps), args.check)
     good = sum(row["same_digests"] == steps and row["finite"] for row in rows)
     print(f"{good} of {len(rows)} runs have the digests of one rank and no NaN")
@@ -247,9 +249,9 @@ def runs_of(args: Any, folder: Path, steps: int) -> list[tuple[str, script.Run, 
             for seed in SEEDS:
                 title = f"{still}, delays {seed}" if seed else still
                 add(name, title, layout, f"--wlb {DETERMINISTIC}", BITS | {"NOISE": seed}, base, still)
-        if name == "CP2" and on_gpu:
-            for transport, env in list(TRANSPORTS.items())[1:]:
-                add(name, f"{name}, {transport}", layout, "--wlb", env, base, name)
+    for transport, env in TRANSPORTS.items() if "CP2" in args.layouts and on_gpu else ():
+        layout = LAYOUTS["CP2"]
+        add("CP2", f"CP2, {transport}", layout, "--wlb", env, bases[layout.model], "CP2")
     return found
 
 
