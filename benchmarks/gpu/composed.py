@@ -304,8 +304,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: 3, of which the first is left out")
     parser.add_argument("--profile", help="by which steps are predicted and communication is added; default: the job's")
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
-    parser.add_argument("flags", nargs="*", help="of your own job, behind --")
-    args = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:end], argparse.Namespace(flags=sys.argv[end + 1 :]))
     case = CASES.get(args.name) or own(args)
     with tempfile.TemporaryDirectory() as temporary:
         folder, goals = (

@@ -2,7 +2,7 @@
 
 Addresses stay. Of each fat binary, a container of cubins by architecture, only those of one stay, moved to its front.
 A container without any is left as it is. Of `__nv_relfatbin`, the inputs of the device linker, only heads stay: the
-driver takes them only where no linked cubin fits. What is behind the last loaded byte goes, such as symbols of debuggers.
+driver takes them only where no linked cubin fits. All behind the last loaded byte goes, such as debuggers' symbols.
 """
 
 import lzma

@@ -87,7 +87,9 @@ def _extension(python: str, work: Path, built: Path) -> None:
     packages = (f"transformer-engine=={ENGINE}", f"transformer-engine-cu13=={ENGINE}", *TO_BUILD)
     _pip(python, "install", "--target", str(more), *packages)
     env = {"NVTE_BUILD_USE_NVIDIA_WHEELS": "1", "NVTE_PYTORCH_FORCE_BUILD": "TRUE", "NVTE_WITH_NCCL_EP": "0"}
-    env["PYTHONPATH"] = str(more)
+    # What torch brings lies beside, where the build does not look once it has found another folder of NVIDIA's.
+    find = "import glob, nvidia; print(*(i for p in nvidia.__path__ for i in glob.glob(p + '/*/include')), sep=':')"
+    env |= {"PYTHONPATH": str(more), "CPATH": _said(python, find)}
     words = ("--no-build-isolation", "--target", str(built), f"transformer-engine-torch=={ENGINE}")
     _pip(python, "install", *words, env=env)
 

@@ -22,11 +22,11 @@ def thinned(tmp_path_factory):
     return folder / "there" / "libnccl.so.2"
 
 
-def test_a_thinned_library_loads_and_has_one_architecture_and_all_that_torch_calls(thinned):
+def test_a_thinned_library_is_small_and_loads_and_has_all_that_torch_calls(thinned):
     data, whole = thinned.read_bytes(), NCCL.read_bytes()
     assert thinned.parents[1].joinpath("nccl.xz").stat().st_size < len(whole) / 10
     assert 512 * thinned.stat().st_blocks < len(whole) / 4 < len(data)  # addresses stay
-    assert thin.architectures(whole) > {90} and thin.architectures(data) == {90}
+    assert 90 in thin.architectures(data) < thin.architectures(whole)  # some code is of other GPUs alone
     import torch
 
     wanted = thin.symbols((Path(torch.__file__).parent / "lib" / "libtorch_cuda.so").read_bytes(), defined=False)
