@@ -35,7 +35,7 @@ from benchmarks.gpu import script
 from benchmarks.lengths import f2
 from benchmarks.peers import as_megatron
 from benchmarks.results import Goal, Row, at_least, at_most
-from benchmarks.training_cpu import write_dataset
+from benchmarks.training_cpu import VOCABULARY, write_dataset
 from megatron_wlb.cli.analyze.report import ratio_of
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
@@ -49,12 +49,12 @@ from megatron_wlb.simulate.step import simulate_step, step_of
 WARM = 1
 """Steps that are left out: cuDNN plans in the first."""
 FAKE = "--fake-process-group --no-check-for-nan-in-loss-and-grad"
-COMMON = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+COMMON = f"""--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer
---micro-batch-size 1 --calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size 31999 --split 100,0,0
+--micro-batch-size 1 --calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --split 100,0,0
 --eval-iters 0 --eval-interval 1000 --lr 1e-4 --lr-decay-style constant --log-interval 1 --log-memory-interval 1"""
 AT_128K = f"{COMMON} --bf16 --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 16"
-AT_128K += " --tensor-model-parallel-size 8 --sequence-parallel"
+AT_128K += " --tensor-model-parallel-size 8 --sequence-parallel --make-vocab-size-divisible-by 4000"
 RING = "--cp-comm-type p2p"
 
 
@@ -103,7 +103,8 @@ CASES = {
     ),
 }
 """`7b` is that of scripts/slurm/7b.sbatch with four windows a stage: ranks 16 and 24 are stage 1, 48 is stage 3, which
-has the output layer. `8b` has 8 of its 32 layers, which are alike; M and S_max are those of the job of 32 layers."""
+has the output layer. `8b` has 8 of its 32 layers, which are alike, and a quarter of its vocabulary; M and S_max
+are those of the whole job."""
 
 
 def watch(file: Path) -> None:
@@ -300,7 +301,7 @@ def main() -> None:
     parser.add_argument("--script", type=Path, default=script.STAND_IN, help="pretrain_gpt.py of a checkout")
     parser.add_argument("--world-size", type=int, help="of your own job")
     parser.add_argument("--ranks", type=int, nargs="+", help="those measured, of your own job")
-    parser.add_argument("--wlb-flags", default="", help="of the side with --wlb, of your own job")
+    parser.add_argument("--with-wlb", default="", help="of the side with --wlb, of your own job")
     parser.add_argument("--steps", type=int, help="default: 3, of which the first is left out")
     parser.add_argument("--profile", help="by which steps are predicted and communication is added; default: the job's")
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
@@ -319,14 +320,17 @@ def main() -> None:
                 sys.exit(f"{run.name} failed:\n{run.text()[-6000:]}")
             sides[way][rank] = read(run.file(rank))
             print(f"{run.name}: {[round(step['step'][0], 1) for step in sides[way][rank]]} ms a step", flush=True)
-            if all(sides.values()):  # after every rank, in case that the machine goes
-                job = replaced(pickle.loads(next(folder.glob("wlb*.job")).read_bytes()), case, args.profile)
-                goals = written(
-                    args,
-                    case,
-                    job,
-                    rows_of({"megatron": as_megatron(job, cp_sharding="per-document"), "wlb": job}, sides),
-                )
+            if not sides["wlb"]:
+                continue
+            job = replaced(pickle.loads(next(folder.glob("wlb*.job")).read_bytes()), case, args.profile)
+            found = [{coordinates(rank, job)[0] for rank in side} for side in sides.values()]
+            if all(len(ranks) == job.parallel.dp for ranks in found):  # after every rank, in case that the machine goes
+                jobs = {"megatron": as_megatron(job, cp_sharding="per-document"), "wlb": job}
+                goals = written(args, case, job, rows_of(jobs, sides))
+    if not goals:
+        sys.exit(
+            f"--ranks {args.ranks} are of {len(found[0])} of {job.parallel.dp} data-parallel ranks; give one of each"
+        )
     results.conclude(goals, args.check)
     ratio, predicted = (goal["value"] for goal in goals[:2])
     print(f"{args.name}: {ratio:.3f} over Megatron, composed; {predicted:.3f} predicted")
@@ -374,7 +378,7 @@ def own(args: argparse.Namespace) -> Case:
     if "--num-experts" in args.flags:
         sys.exit("--num-experts: tokens of other ranks do not come to a rank alone; compose a dense model")
     ranks = dict.fromkeys(("megatron", "wlb"), tuple(args.ranks))
-    return Case(" ".join(args.flags), args.world_size, ranks, args.wlb_flags, args.steps or 3, 1.0)
+    return Case(" ".join(args.flags), args.world_size, ranks, args.with_wlb, args.steps or 3, 1.0)
 
 
 def runs_of(case: Case, args: argparse.Namespace, folder: Path) -> list[script.Run]:

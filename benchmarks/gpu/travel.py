@@ -62,8 +62,9 @@ def make(folder: Path, script: Path, pythons: list[str]) -> None:
             built = work / "site" / f"torch-{version}"
             _extension(python, work / f"build-{version}", built)
         for library in [path for path in site.rglob("*.so*") if path.stat().st_size >= LARGE_BYTES]:
-            libraries[f"{len(libraries)}-{library.name}"] = str(library.relative_to(work))
-            shutil.move(library, work / f"{len(libraries) - 1}-{library.name}")
+            name = f"{len(libraries)}-{library.name}"
+            libraries[name] = str(library.relative_to(work))
+            shutil.move(library, work / name)
         for name in libraries:
             thin.pack(work / name, folder / f"{name}.xz", ARCHITECTURE)
         with tarfile.open(folder / "site.tar.xz", "w:xz") as archive:

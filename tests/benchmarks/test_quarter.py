@@ -78,6 +78,20 @@ def test_the_steps_fit_the_time():
     assert {of.after for of in quarter.STEPS} - {""} <= {of.name for of in quarter.STEPS}
 
 
+def test_results_of_a_gpu_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(quarter.results, "FOLDER", tmp_path / "kept")
+    (tmp_path / "kept").mkdir()
+    for name, content in {
+        "probes_h200.json": {"device": "NVIDIA H200"},
+        "profile.json": {"device": "NVIDIA H200"},
+        "probes_cpu.json": {"device": "AMD EPYC, 2 cores"},
+        "state.json": {"smoke": {"state": "done"}},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert [path.name for path in quarter.keep(tmp_path)] == ["probes_h200.json", "profile_h200.json"]
+    assert json.loads((tmp_path / "kept" / "profile_h200.json").read_text()) == {"device": "NVIDIA H200"}
+
+
 JOB = job_of(Case("7B PP4", 16384, 16, 1), num_micro_batches=24)
 
 
@@ -133,7 +147,7 @@ def test_what_cannot_be_composed_is_refused(monkeypatch):
             composed.main()
     with pytest.raises(ValueError, match=r"^3 passes were measured of 4 micro-batches in 1 chunks; measure"):
         composed.placed([1.0] * 3, small_job(num_micro_batches=4), 4, backward=False)
-    job = small_job(parallel=Parallel(dp=2), num_micro_batches=2)
+    job = job_of(Case("8B CP8", 16384, 1, 2))
     with pytest.raises(ValueError, match="no rank of data-parallel rank 1 was measured; give one"):
         composed.composed(job, {0: [{"forward": [1.0], "backward": [2.0]}]}, [[[job.context_length]]] * 2)
 

@@ -70,6 +70,9 @@ def test_the_folder_unpacks_with_the_extension_of_this_torch(tmp_path, monkeypat
         into = Path(words[words.index("--target") + 1])
         into.mkdir(parents=True, exist_ok=True)
         (into / "module.py").write_text(" ".join(words))
+        if travel.WHEELS[0] in words:
+            (into / "engine").mkdir()
+            (into / "engine" / "libengine.so").write_bytes(b"E" * travel.LARGE_BYTES)
         if travel.NCCL in words:
             (into / "libnccl.so.2").write_bytes(b"NCCL" + bytes(1 << 17) + b"end")
 
@@ -81,6 +84,7 @@ def test_the_folder_unpacks_with_the_extension_of_this_torch(tmp_path, monkeypat
     extension, site = there.paths
     assert "transformer-engine-torch==" in (extension / "module.py").read_text()
     assert "megatron-core==" in (site / "module.py").read_text()
+    assert (site / "engine" / "libengine.so").stat().st_size == travel.LARGE_BYTES
     assert there.nccl.read_bytes() == b"NCCL" + bytes(1 << 17) + b"end"
     assert there.script.read_text() == script.read_text() and there.script.with_name("model_provider.py").exists()
     monkeypatch.setattr(travel, "_said", lambda python, code: "2.1.0")
