@@ -67,7 +67,7 @@ STEPS = (
         "benchmarks.gpu.composed 7b --script {script} --output {out}",
         "benchmarks.gpu.composed rehearsed --script {script} --output {out}",
     ),
-    Step("ranks", 90, 130, f"{RANKS} --layouts {FIRST}", f"{RANKS} --rehearse --layouts CP2", after="smoke"),
+    Step("ranks", 90, 130, f"{RANKS} --layouts {FIRST}", f"{RANKS} --rehearse --layouts CP2 --check", after="smoke"),
     Step(
         "8b",
         50,
@@ -167,7 +167,7 @@ class Quarter:
         """Put all logs into one archive: of steps, and of the runs that they started."""
         with tarfile.open(self._out / "logs.tar.xz", "w:xz", preset=1) as archive:
             for path in sorted((self._out / "work").rglob("*")):
-                if path.suffix in (".log", ".jsonl"):
+                if path.suffix in (".log", ".jsonl") or ", hang of rank " in path.name:
                     archive.add(path, str(path.relative_to(self._out / "work")))
 
     def table(self, steps: tuple[Step, ...] = STEPS) -> str:

@@ -141,8 +141,9 @@ def main() -> None:
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder, rows = args.output or Path(temporary), list[results.Row]()
+        folder = args.output / "work" / args.name if args.output else Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        rows = list[results.Row]()
         for job in ["tiny"] if args.quick else args.jobs:
             (window, windows), flags = SIZES[job.split(",")[0]], JOBS[job]
             masked = script.ON_GPU

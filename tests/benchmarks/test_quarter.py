@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import shlex
+import subprocess
 import sys
 import tarfile
 import time
@@ -150,6 +151,38 @@ def test_what_cannot_be_composed_is_refused(monkeypatch):
     job = job_of(Case("8B CP8", 16384, 1, 2))
     with pytest.raises(ValueError, match="no rank of data-parallel rank 1 was measured; give one"):
         composed.composed(job, {0: [{"forward": [1.0], "backward": [2.0]}]}, [[[job.context_length]]] * 2)
+
+
+class Sleeping(script.Run):
+    """Ranks that sleep instead of training, once they may; `flags` are seconds and the status of each rank."""
+
+    def start(self):
+        self.folder.mkdir(exist_ok=True)
+        code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+        code += "time.sleep(float(sys.argv[2])); sys.exit(int(sys.argv[3]))"
+        for seconds, status in self.flags:
+            words = [sys.executable, "-c", code, str(self._go), str(seconds), str(status)]
+            self.processes.append(subprocess.Popen(words))
+
+
+def test_runs_train_in_turn_and_end_with_the_first_rank_that_fails(tmp_path):
+    def of(name, *flags):
+        return Sleeping(name=name, folder=tmp_path, script=tmp_path, flags=flags, watcher="")
+
+    runs = [of("a", (0.1, 0)), of("b", (0.1, 0), (60, 7), (0, 3)), of("c", (0.1, 0)), of("d", (60, 0))]
+    ended = []
+    turns = script.trained(runs, at_once=1, ahead=1)
+    for run in turns:
+        ended.append(run.name)
+        started = [each.name for each in runs if each.processes]
+        assert started == ["a", "b", "c", "d"][: 1 + len(ended)]
+        assert all(process.returncode is not None for process in run.processes)
+        if run.name == "c":
+            break
+    assert ended == ["a", "b", "c"] and [run.failed for run in runs[:3]] == [False, True, False]
+    assert runs[0].began < runs[1].began < runs[2].began
+    turns.close()
+    assert all(process.returncode for process in runs[3].processes)
 
 
 def run_of(folder, name, losses, digests, sums, status=0):
