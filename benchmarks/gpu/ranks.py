@@ -5,8 +5,8 @@
 All start with the same weights. So digests and losses do not depend on the layout, and each run is held against
 Megatron's own of one rank. Delays on the device, other ones on every rank, and memory as large as all that is sent,
 asked for at once and filled with NaN, change what is trained if a stream does not wait, or a tensor is freed before it
-has left. With --deterministic-mode the sums of all weights after every step must be the same bits with every seed. Times
-mean nothing: ranks take turns.
+has left. With --deterministic-mode the sums of all weights after every step must be the same bits with every seed.
+Times mean nothing: ranks take turns.
 
 Without a GPU, Gloo stands for NCCL, and delays are of the host.
 """
