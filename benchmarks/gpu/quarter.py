@@ -55,8 +55,8 @@ STEPS = (
     Step(
         "smoke",
         20,
-        75,
-        "benchmarks.gpu.smoke {library} --limit 25 --output {out}",
+        90,
+        "benchmarks.gpu.smoke {library} --limit 20 --output {out}",
         "benchmarks.gpu.smoke --ranks 2 --output {out}",
     ),
     Step("large", 75, 110, f"{TRAINING} {LARGE}", f"{TRAINING} {LARGE} --rehearse --steps 6"),

@@ -237,7 +237,7 @@ def runs_of(args: Any, folder: Path, steps: int) -> list[tuple[str, script.Run, 
 
     def add(name: str, title: str, layout: Layout, flags: str, env: dict[str, str], base: str, still: str) -> None:
         ranks = range(layout.ranks)
-        shared = smoke.settings_of(layout.ranks, args.library) | _works(args.output) if on_gpu else {}
+        shared = smoke.settings_of(layout.ranks, args.library) | works if on_gpu else {}
         shared["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / f"{title}, hang of rank ")
         model = f"{layout.model} {REHEARSED}" if args.rehearse else layout.model
         run = script.Run(
@@ -253,8 +253,11 @@ def runs_of(args: Any, folder: Path, steps: int) -> list[tuple[str, script.Run, 
         found.append((name, run, base, still))
 
     bases: dict[str, str] = {}
+    works, shares = smoked(args.output)
     for name in args.layouts:
         layout = LAYOUTS[name]
+        if shares and layout.ranks not in shares:
+            continue
         if layout.model not in bases:
             bases[layout.model] = f"one rank of Megatron's, {name}"
             add(name, bases[layout.model], Layout(1, "", layout.model), "", {}, "", "")
@@ -267,18 +270,18 @@ def runs_of(args: Any, folder: Path, steps: int) -> list[tuple[str, script.Run, 
             for seed in SEEDS:
                 title = f"{still}, delays {seed}" if seed else still
                 add(name, title, layout, f"--wlb {DETERMINISTIC}", BITS | {"NOISE": seed}, base, still)
-    for transport, env in TRANSPORTS.items() if "CP2" in args.layouts and on_gpu else ():
+    for transport, env in TRANSPORTS.items() if any(name == "CP2" for name, *_ in found) and on_gpu else ():
         layout = LAYOUTS["CP2"]
         add("CP2", f"CP2, {transport}", layout, "--wlb", env, bases[layout.model], "CP2")
     return found
 
 
-def _works(folder: Path | None) -> dict[str, str]:
-    """Return NCCL's settings by which the smoke test passed."""
+def smoked(folder: Path | None) -> tuple[dict[str, str], set[int]]:
+    """Return NCCL's settings by which the smoke test passed, and numbers of ranks; empty without its result."""
     for file in folder.glob("smoke_*.json") if folder else ():
-        works: dict[str, str] = json.loads(file.read_text())["settings"]["works"]
-        return works
-    return {}
+        found = json.loads(file.read_text())
+        return found["settings"]["works"], {row["ranks"] for row in found["rows"] if not row["failed"]}
+    return {}, set()
 
 
 if __name__ == "__main__":

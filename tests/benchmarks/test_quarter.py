@@ -233,3 +233,12 @@ def test_every_layout_has_a_run_of_one_rank_to_be_held_against(tmp_path, monkeyp
                 or "--num-layers" in run.flags
             )
             assert ("delays" in run.name) == (run.name != still and "NOISE" in run.env)
+    (tmp_path / "smoke_h200.json").write_text(
+        json.dumps(
+            {"settings": {"works": {"A": "1"}}, "rows": [{"ranks": 2, "failed": ""}, {"ranks": 4, "failed": "hangs"}]}
+        )
+    )
+    args.output = tmp_path
+    fewer = ranks.runs_of(args, tmp_path, 6)
+    assert {run.world for _, run, *_ in fewer} == {1, 2} and all(run.env["A"] == "1" for _, run, *_ in fewer)
+    assert {name for name, *_ in fewer} == {name for name, layout in ranks.LAYOUTS.items() if layout.ranks == 2}
