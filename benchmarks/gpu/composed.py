@@ -174,6 +174,7 @@ def watch(file: Path) -> None:
     def prepared(*args: Any, **kwargs: Any) -> Any:
         if on_gpu:  # memory that was never written holds zeros as well
             torch.empty(int(0.3 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device="cuda").random_(60, 65)
+            torch.cuda.reset_peak_memory_stats()
         return setup(*args, **kwargs)
 
     lines = [0]

@@ -209,7 +209,7 @@ def main() -> None:
         from benchmarks.gpu import travel
 
         there = travel.unpack(args.travel, out / "work" / "unpacked")
-        os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, there.paths), os.environ.get("PYTHONPATH", "")])
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(there.site), os.environ.get("PYTHONPATH", "")])
         known["library"] = f"--library {shlex.quote(str(there.nccl))}"
         known["script"] = known["script"] or str(there.script)
     if args.rehearse:

@@ -41,7 +41,7 @@ BESIDE = ("gpt_builders.py", "model_provider.py", "hybrid_builders.py", "mamba_b
 class There(NamedTuple):
     """The unpacked folder."""
 
-    paths: list[Path]
+    site: Path
     """For PYTHONPATH."""
     nccl: Path
     script: Path
@@ -52,23 +52,22 @@ def make(folder: Path, script: Path, pythons: list[str]) -> None:
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        site = work / "site"
-        _pip(sys.executable, "install", "--target", str(site), *WHEELS)
+        packages = work / "packages"
+        _pip(sys.executable, "install", "--target", str(packages / "site"), *WHEELS)
         _pip(sys.executable, "install", "--target", str(work / "nccl"), NCCL)
         shutil.copy(next((work / "nccl").rglob("libnccl.so.2")), work / "libnccl.so.2")
         libraries = {"libnccl.so.2": "nccl/libnccl.so.2"}
         for python in pythons:
             version = _said(python, "import torch; print(torch.__version__.partition('+')[0])")
-            built = work / "site" / f"torch-{version}"
-            _extension(python, work / f"build-{version}", built)
-        for library in [path for path in site.rglob("*.so*") if path.stat().st_size >= LARGE_BYTES]:
+            _extension(python, work / f"build-{version}", packages / f"torch-{version}")
+        for library in [path for path in packages.rglob("*.so*") if path.stat().st_size >= LARGE_BYTES]:
             name = f"{len(libraries)}-{library.name}"
-            libraries[name] = str(library.relative_to(work))
+            libraries[name] = str(library.relative_to(packages))
             shutil.move(library, work / name)
         for name in libraries:
             thin.pack(work / name, folder / f"{name}.xz", ARCHITECTURE)
-        with tarfile.open(folder / "site.tar.xz", "w:xz") as archive:
-            archive.add(site, "site", filter=lambda info: None if "__pycache__" in info.name else info)
+        with tarfile.open(folder / "packages.tar.xz", "w:xz") as archive:
+            archive.add(packages, "", filter=lambda info: None if "__pycache__" in info.name else info)
     (folder / "script").mkdir()
     for path in (script, *(script.with_name(name) for name in BESIDE)):
         if path.exists():
@@ -108,19 +107,19 @@ def unpack(folder: Path, there: Path) -> There:
     """Unpack on the GPU machine, once. Raises ValueError if its torch has no extension."""
     libraries = json.loads((folder / "libraries.json").read_text())
     if not (done := there / "unpacked").exists():
-        with tarfile.open(folder / "site.tar.xz") as archive:
+        with tarfile.open(folder / "packages.tar.xz") as archive:
             archive.extractall(there, filter="data")
         for name, place in libraries.items():
             thin.unpack(folder / f"{name}.xz", there / place)
         shutil.copytree(folder / "script", there / "script", dirs_exist_ok=True)
+        version = _said(sys.executable, "import torch; print(torch.__version__.partition('+')[0])")
+        if not (extension := there / f"torch-{version}").exists():
+            found = ", ".join(sorted(path.name for path in there.glob("torch-*")))
+            raise ValueError(f"torch is {version}, and {folder} has an extension for {found}; make it with that torch")
+        shutil.copytree(extension, there / "site", dirs_exist_ok=True)  # beside the package, where alone it looks
         done.touch()
-    version = _said(sys.executable, "import torch; print(torch.__version__.partition('+')[0])")
-    extension = there / "site" / f"torch-{version}"
-    if not extension.exists():
-        found = ", ".join(sorted(path.name for path in (there / "site").glob("torch-*")))
-        raise ValueError(f"torch is {version}, and {folder} has an extension for {found}; make it with that torch")
     script = next((there / "script").glob("pretrain_*.py"))
-    return There([extension, there / "site"], there / libraries["libnccl.so.2"], script)
+    return There(there / "site", there / libraries["libnccl.so.2"], script)
 
 
 def main() -> None:

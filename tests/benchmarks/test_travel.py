@@ -69,7 +69,7 @@ def test_the_folder_unpacks_with_the_extension_of_this_torch(tmp_path, monkeypat
     def pip(python, *words, env=None):
         into = Path(words[words.index("--target") + 1])
         into.mkdir(parents=True, exist_ok=True)
-        (into / "module.py").write_text(" ".join(words))
+        (into / f"{words[-1].partition('==')[0]}.txt").write_text(" ".join(words))
         if travel.WHEELS[0] in words:
             (into / "engine").mkdir()
             (into / "engine" / "libengine.so").write_bytes(b"E" * travel.LARGE_BYTES)
@@ -81,15 +81,14 @@ def test_the_folder_unpacks_with_the_extension_of_this_torch(tmp_path, monkeypat
     travel.make(tmp_path / "made", script, [sys.executable])
     there = travel.unpack(tmp_path / "made", tmp_path / "there")
     assert there == travel.unpack(tmp_path / "made", tmp_path / "there")
-    extension, site = there.paths
-    assert "transformer-engine-torch==" in (extension / "module.py").read_text()
-    assert "megatron-core==" in (site / "module.py").read_text()
-    assert (site / "engine" / "libengine.so").stat().st_size == travel.LARGE_BYTES
+    assert "transformer-engine-torch==" in (there.site / "transformer-engine-torch.txt").read_text()
+    assert "megatron-core==" in (there.site / f"{travel.WHEELS[-1]}.txt").read_text()
+    assert (there.site / "engine" / "libengine.so").stat().st_size == travel.LARGE_BYTES
     assert there.nccl.read_bytes() == b"NCCL" + bytes(1 << 17) + b"end"
     assert there.script.read_text() == script.read_text() and there.script.with_name("model_provider.py").exists()
     monkeypatch.setattr(travel, "_said", lambda python, code: "2.1.0")
     with pytest.raises(ValueError, match=r"torch is 2\.1\.0, and .* has an extension for torch-2\.\d+"):
-        travel.unpack(tmp_path / "made", tmp_path / "there")
+        travel.unpack(tmp_path / "made", tmp_path / "elsewhere")
     monkeypatch.setattr(travel, "LIMIT_MIB", 0)
     with pytest.raises(ValueError, match="more than 0; give fewer"):
         travel.make(tmp_path / "again", script, [])
