@@ -37,17 +37,15 @@ class Step(NamedTuple):
     limit: float
     words: str
     """Module and arguments; GPU fills in {script}, {library} and {out}."""
-    rehearsed: str
+    rehearsed: str = ""
     """The same at a tiny size; "" where another step is the same module, or tests run it."""
     after: str = ""
     """A step without which this one is in vain."""
 
 
 LARGE = '--jobs "4 layers of Llama-3-8B" --ways megatron wlb --kernels'
-FIRST, REST = (
-    '"CP2" "PP4 VPP2" "CP2 PP2" "PP2 VPP2" "DP2"',
-    '"TP2" "CP2, gated delta nets" "CP2, all recomputed" "CP2, latents"',
-)
+FIRST = '"CP2" "PP4 VPP2" "CP2 PP2" "PP2 VPP2" "DP2"'
+REST = '"TP2" "CP2, gated delta nets" "CP2, all recomputed" "CP2, latents"'
 FP8 = '"tiny, FP8 tensorwise" "tiny, FP8 delayed" "tiny, FP8 blockwise"'
 RANKS = "benchmarks.gpu.ranks --script {script} {library} --output {out}"
 TRAINING = "benchmarks.gpu.training {script} --output {out}"
@@ -68,44 +66,13 @@ STEPS = (
         "benchmarks.gpu.composed rehearsed --script {script} --output {out}",
     ),
     Step("ranks", 90, 130, f"{RANKS} --layouts {FIRST}", f"{RANKS} --rehearse --layouts CP2 --check", after="smoke"),
-    Step(
-        "8b",
-        50,
-        80,
-        "benchmarks.gpu.composed 8b --script {script} --output {out}",
-        "",
-    ),
+    Step("8b", 50, 80, "benchmarks.gpu.composed 8b --script {script} --output {out}"),
     Step("probes", 15, 40, "benchmarks.gpu.probes --output {out}", "benchmarks.gpu.probes --rehearse --output {out}"),
-    Step(
-        "more ranks",
-        80,
-        120,
-        f"{RANKS} --name ranks_rest --layouts {REST}",
-        "",
-        after="smoke",
-    ),
-    Step(
-        "profile",
-        35,
-        50,
-        "megatron_wlb profile --model llama2-7b --output {out}/profile.json",
-        "",
-    ),
-    Step("tests", 25, 45, "pytest tests/gpu -n 8 -q -rfEs", ""),
-    Step(
-        "cp_attention",
-        20,
-        60,
-        "benchmarks.gpu.cp_attention --minutes 0.5 --output {out}",
-        "",
-    ),
-    Step(
-        "FP8",
-        60,
-        100,
-        f"{TRAINING} --name training_fp8 --steps 6 --jobs {FP8}",
-        "",
-    ),
+    Step("more ranks", 80, 120, f"{RANKS} --name ranks_rest --layouts {REST}", after="smoke"),
+    Step("profile", 35, 50, "megatron_wlb profile --model llama2-7b --output {out}/profile.json"),
+    Step("tests", 25, 45, "pytest tests/gpu -n 8 -q -rfEs"),
+    Step("cp_attention", 20, 60, "benchmarks.gpu.cp_attention --minutes 0.5 --output {out}"),
+    Step("FP8", 60, 100, f"{TRAINING} --name training_fp8 --steps 6 --jobs {FP8}"),
 )
 """By value for their time: first what README says without evidence from a GPU, the exchange and the gain."""
 REHEARSED_LIMIT = 600.0
@@ -118,8 +85,8 @@ ENDED = (DONE, FAILED, OVER)
 class Quarter:
     """The steps in a folder, until a time."""
 
-    def __init__(self, out: Path, minutes: float, known: dict[str, str], *, rehearse: bool) -> None:
-        self._out, self._known, self._rehearse = out, known, rehearse
+    def __init__(self, out: Path, minutes: float, known: dict[str, str], *, rehearse: bool, commit: str = "") -> None:
+        self._out, self._known, self._rehearse, self._commit = out, known, rehearse, commit
         self._end = time.monotonic() + 60 * minutes
         self._logs = out / "work" / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -143,6 +110,8 @@ class Quarter:
     def _one(self, step: Step, limit: float) -> None:
         self._note(step, BEGUN, 0.0, "")
         module, *words = shlex.split((step.rehearsed if self._rehearse else step.words).format(**self._known))
+        if self._commit and module.startswith("benchmarks."):
+            words += ["--commit", self._commit]
         begin, log = time.monotonic(), self._logs / f"{step.name}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -195,6 +164,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.2, help="default: %(default)s")
     parser.add_argument("--travel", type=Path, metavar="FOLDER", help="what benchmarks.gpu.travel made")
     parser.add_argument("--script", type=Path, help="pretrain_gpt.py of a checkout; default: that of --travel")
+    parser.add_argument("--commit", default="", help="that is measured; default: git's, which a copied tree lacks")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at tiny sizes")
     parser.add_argument("--keep", action="store_true", help="copy the result files into benchmarks/results, and end")
     args = parser.parse_args()
@@ -217,7 +187,8 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
     if not known["script"]:
         parser.error("no script; give --script CHECKOUT/pretrain_gpt.py, or --travel")
-    quarter = Quarter(out, args.minutes if not args.rehearse else math.inf, known, rehearse=args.rehearse)
+    minutes = math.inf if args.rehearse else args.minutes
+    quarter = Quarter(out, minutes, known, rehearse=args.rehearse, commit=args.commit)
     quarter.run()
     if args.rehearse and any(of["state"] != DONE for of in quarter.state.values()):
         sys.exit(1)
