@@ -34,8 +34,8 @@ from benchmarks import results
 from benchmarks.gpu import script
 from benchmarks.lengths import f2
 from benchmarks.peers import as_megatron
-from benchmarks.results import Row, at_least, at_most
-from benchmarks.training_cpu import write_dataset
+from benchmarks.results import Goal, Row, at_least, at_most
+from benchmarks.training_cpu import VOCABULARY, write_dataset
 from megatron_wlb.cli.analyze.report import ratio_of
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
@@ -49,12 +49,12 @@ from megatron_wlb.simulate.step import simulate_step, step_of
 WARM = 1
 """Steps that are left out: cuDNN plans in the first."""
 FAKE = "--fake-process-group --no-check-for-nan-in-loss-and-grad"
-COMMON = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+COMMON = f"""--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer
---micro-batch-size 1 --calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size 31999 --split 100,0,0
+--micro-batch-size 1 --calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --split 100,0,0
 --eval-iters 0 --eval-interval 1000 --lr 1e-4 --lr-decay-style constant --log-interval 1 --log-memory-interval 1"""
 AT_128K = f"{COMMON} --bf16 --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 16"
-AT_128K += " --tensor-model-parallel-size 8 --sequence-parallel"
+AT_128K += " --tensor-model-parallel-size 8 --sequence-parallel --make-vocab-size-divisible-by 4000"
 RING = "--cp-comm-type p2p"
 
 
@@ -77,7 +77,7 @@ CASES = {
         --tp-comm-overlap""",
         64,
         {"megatron": (16, 24, 48), "wlb": (16, 24, 48)},
-        "--wlb-micro-batches 24",
+        "--wlb-micro-batches 24 --wlb-max-tokens 163840",
         3,
         1.17,
     ),
@@ -103,7 +103,8 @@ CASES = {
     ),
 }
 """`7b` is that of scripts/slurm/7b.sbatch with four windows a stage: ranks 16 and 24 are stage 1, 48 is stage 3, which
-has the output layer. `8b` has 8 of its 32 layers, which are alike; M and S_max are those of the job of 32 layers."""
+has the output layer. `8b` has 8 of its 32 layers, which are alike, and a quarter of its vocabulary; M and S_max
+are those of the whole job."""
 
 
 def watch(file: Path) -> None:
@@ -173,6 +174,7 @@ def watch(file: Path) -> None:
     def prepared(*args: Any, **kwargs: Any) -> Any:
         if on_gpu:  # memory that was never written holds zeros as well
             torch.empty(int(0.3 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device="cuda").random_(60, 65)
+            torch.cuda.reset_peak_memory_stats()
         return setup(*args, **kwargs)
 
     lines = [0]
@@ -300,52 +302,72 @@ def main() -> None:
     parser.add_argument("--script", type=Path, default=script.STAND_IN, help="pretrain_gpt.py of a checkout")
     parser.add_argument("--world-size", type=int, help="of your own job")
     parser.add_argument("--ranks", type=int, nargs="+", help="those measured, of your own job")
-    parser.add_argument("--wlb-flags", default="", help="of the side with --wlb, of your own job")
+    parser.add_argument("--with-wlb", default="", help="of the side with --wlb, of your own job")
     parser.add_argument("--steps", type=int, help="default: 3, of which the first is left out")
     parser.add_argument("--profile", help="by which steps are predicted and communication is added; default: the job's")
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
-    parser.add_argument("flags", nargs="*", help="of your own job, behind --")
-    args = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:end], argparse.Namespace(flags=sys.argv[end + 1 :]))
     case = CASES.get(args.name) or own(args)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.output / "work" / f"composed_{args.name}" if args.output else Path(temporary)
-        runs = runs_of(case, args, folder)
+        folder, goals = (
+            (args.output / "work" / f"composed_{args.name}" if args.output else Path(temporary)),
+            list[Goal](),
+        )
         sides: dict[str, Side] = {way: {} for way in case.ranks}
-        for run in script.trained(runs):
+        for run in script.trained(runs_of(case, args, folder)):
             way, (rank,) = run.name.split(",")[0], run.ranks
             if run.failed:
                 sys.exit(f"{run.name} failed:\n{run.text()[-6000:]}")
             sides[way][rank] = read(run.file(rank))
             print(f"{run.name}: {[round(step['step'][0], 1) for step in sides[way][rank]]} ms a step", flush=True)
-        job: Job = pickle.loads(next(folder.glob("wlb*.job")).read_bytes())
-    if args.profile:
-        job = replace(job, profile=load_profile(args.profile))
-    if "--tp-comm-overlap" in case.flags.split():
-        asked = MegatronArguments(tp_comm_overlap=True, seq_length=job.context_length)
-        job = replace(job, tp_overlap=tp_overlap(job.parallel.tp), tp_tile_rows=tile_rows(asked, job.parallel))
-    jobs = {"megatron": as_megatron(job, cp_sharding="per-document"), "wlb": job}
-    rows = rows_of(jobs, sides)
-    ratio, error = ratio_of(*(np.array(row["composed_ms"]) for row in rows))
-    predicted, _ = ratio_of(*(np.array(row["predicted_ms"]) for row in rows))
-    rows[1] |= {"over_megatron": ratio, "error": error, "predicted_over_megatron": predicted}
-    goals = [at_least(f"{args.name}: tokens a second over Megatron, composed", ratio, case.goal)]
+            if not sides["wlb"]:
+                continue
+            job = replaced(pickle.loads(next(folder.glob("wlb*.job")).read_bytes()), case, args.profile)
+            found = [{coordinates(rank, job)[0] for rank in side} for side in sides.values()]
+            if all(len(ranks) == job.parallel.dp for ranks in found):  # after every rank, in case that the machine goes
+                jobs = {"megatron": as_megatron(job, cp_sharding="per-document"), "wlb": job}
+                goals = written(args, case, job, rows_of(jobs, sides))
+    if not goals:
+        sys.exit(
+            f"--ranks {args.ranks} are of {len(found[0])} of {job.parallel.dp} data-parallel ranks; give one of each"
+        )
+    results.conclude(goals, args.check)
+    ratio, predicted = (goal["value"] for goal in goals[:2])
+    print(f"{args.name}: {ratio:.3f} over Megatron, composed; {predicted:.3f} predicted")
+
+
+def replaced(job: Job, case: Case, profile: str | None) -> Job:
+    """The job with another profile, and with the overlap of tensor parallelism that single ranks cannot run."""
+    if profile:
+        job = replace(job, profile=load_profile(profile))
+    if "--tp-comm-overlap" not in case.flags.split():
+        return job
+    asked = MegatronArguments(tp_comm_overlap=True, seq_length=job.context_length)
+    return replace(job, tp_overlap=tp_overlap(job.parallel.tp), tp_tile_rows=tile_rows(asked, job.parallel))
+
+
+def written(args: argparse.Namespace, case: Case, job: Job, rows: list[Row]) -> list[Goal]:
+    """Write the result file; return the goals, of which the first is the speed-up."""
+    (ratio, error), (predicted, _) = (
+        ratio_of(*(np.array(row[name]) for row in rows)) for name in ("composed_ms", "predicted_ms")
+    )
+    rows[1] |= {"over_megatron": ratio, "error": error}
+    goals = [
+        at_least(f"{args.name}: tokens a second over Megatron, composed", ratio, case.goal),
+        at_least(f"{args.name}: the same, predicted", predicted, case.goal),
+    ]
     for row in rows:
         off = abs(row["over_predicted"] - 1)
         goals.append(at_most(f"{args.name}, {row['way']}: composed over predicted steps, off", off, 0.05))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    settings = {
-        "command": sys.argv[1:],
-        "case": case._asdict(),
-        "profile": job.profile.name,
-        "cuda": torch.version.cuda,
-    }
-    settings["of"] = "measured passes of single ranks; communication and optimizer are predicted"
+    settings = {"command": sys.argv[1:], "case": case._asdict(), "profile": job.profile.name}
+    settings |= {"cuda": torch.version.cuda, "communication, optimizer": "predicted"}
     tag = gpu_of(device or "") or ("cuda" if device else "cpu")
     where = {"device": device, "commit": args.commit, "suffix": f"_{args.name}_{tag}", "folder": args.output}
     if args.output or device:
-        print(results.write("composed", settings=settings, rows=rows, goals=goals, **where))
-    results.conclude(goals, args.check)
-    print(f"{args.name}: {ratio:.3f} +- {error:.3f} over Megatron, composed; {predicted:.3f} predicted")
+        results.write("composed", settings=settings, rows=rows, goals=goals, **where)
+    return goals
 
 
 def own(args: argparse.Namespace) -> Case:
@@ -357,7 +379,7 @@ def own(args: argparse.Namespace) -> Case:
     if "--num-experts" in args.flags:
         sys.exit("--num-experts: tokens of other ranks do not come to a rank alone; compose a dense model")
     ranks = dict.fromkeys(("megatron", "wlb"), tuple(args.ranks))
-    return Case(" ".join(args.flags), args.world_size, ranks, args.wlb_flags, args.steps or 3, 1.0)
+    return Case(" ".join(args.flags), args.world_size, ranks, args.with_wlb, args.steps or 3, 1.0)
 
 
 def runs_of(case: Case, args: argparse.Namespace, folder: Path) -> list[script.Run]:

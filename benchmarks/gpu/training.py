@@ -134,14 +134,16 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=[*JOBS], metavar="NAME", help="default: all")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help="default: those that the job is for")
     parser.add_argument("--steps", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--name", default="training", help="of the result file; default: %(default)s")
     parser.add_argument("--kernels", action="store_true", help="profile one step")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at a tiny size")
     parser.add_argument("--profile", help="by which steps are predicted; default: as in training")
     parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder, rows = args.output or Path(temporary), list[results.Row]()
+        folder = args.output / "work" / args.name if args.output else Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        rows = list[results.Row]()
         for job in ["tiny"] if args.quick else args.jobs:
             (window, windows), flags = SIZES[job.split(",")[0]], JOBS[job]
             masked = script.ON_GPU
@@ -177,7 +179,7 @@ def main() -> None:
     tag = gpu_of(device or "") or ("cuda" if device else "cpu")
     where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
     if args.output or not args.quick:
-        print(results.write("training", settings=settings, rows=rows, goals=goals(rows), **where))
+        print(results.write(args.name, settings=settings, rows=rows, goals=goals(rows), **where))
     results.conclude(goals(rows), args.check)
 
 

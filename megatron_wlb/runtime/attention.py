@@ -82,7 +82,8 @@ def attention_to_keys(
 def send_ahead(node: Any) -> None:
     """Prefetch the first K and V of backward while earlier work computes.
 
-    `node` is `out.grad_fn` of `context_parallel_attention`. All ranks of its group must call in the same order.
+    `node` is `out.grad_fn` of `context_parallel_attention`. All ranks of its group must call in the same order. Saved
+    tensors are read here, not again in backward, so a hook that offloads them loads them once.
     """
     node.begun = _begin_backward(node)
 

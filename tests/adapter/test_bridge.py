@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 
 from megatron_wlb.adapter.plans import state_path
 from tests.adapter.test_parity import compare
-from tests.adapter.training import MOE, _merge, _set_parameters, _shards, entries, train
+from tests.adapter.training import MOE, _merge, _shards, entries, set_parameters, train
 from tests.worlds import run_world
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
@@ -119,7 +119,7 @@ def _run(dataset, settings, options):
 
     def setup_and_watch(*args, model, **rest):
         optimizer, scheduler = made(*args, model=model, **rest)
-        _set_parameters(model)
+        set_parameters(model)
         optimizer.reload_model_params()
         step = optimizer.step
 

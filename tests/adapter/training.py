@@ -167,7 +167,7 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str, ex
         clear_compilation_metrics()
         chunks, optimizer, scheduler = setup(*args, **kwargs)
         if get_args().iteration == 0 and not get_args().finetune:
-            _set_parameters(chunks)
+            set_parameters(chunks)
             optimizer.reload_model_params()
         step = optimizer.step
 
@@ -250,7 +250,8 @@ def initial(name: str, shape: Sequence[int]) -> torch.Tensor:
     return torch.randn(*shape, generator=generator) * scale + shift
 
 
-def _set_parameters(chunks: list[Any]) -> None:
+def set_parameters(chunks: list[Any]) -> None:
+    """Set every parameter from its global name, whatever the layout."""
     for name, parameter in _parameters(chunks):
         dim, rank, size, rows = _split(name, parameter)
         whole = initial(name, [n * size if i == dim else n for i, n in enumerate(parameter.shape)])
