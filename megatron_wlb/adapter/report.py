@@ -20,11 +20,13 @@ from megatron_wlb.adapter.clock import Clock, attended_squares
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import digest_line, reduced
 from megatron_wlb.adapter.plans import Plans
-from megatron_wlb.describe import alternatives
+from megatron_wlb.describe import alternatives, price
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
+from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import Prediction, time_per_work
 from megatron_wlb.plan.step import StepPlan, shard_step
@@ -90,8 +92,9 @@ class Report:
                 f"> wlb: --wlb-micro-batches auto chose {job.num_micro_batches}; predicted time of a step by its "
                 f"micro-batches{assumed}: {times}"
             )
-        if torch.distributed.get_rank() == 0 and described.settings.micro_batches == "auto":
-            self._thread.submit(_tell_of_faster, job, described, data)
+        if torch.distributed.get_rank() == 0 and not untimed(job):
+            before = MegatronArguments.of(vars(self._args) | vars(self._args).get("wlb_before", {}))
+            self._thread.submit(_tell, job, described, before, data)
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         print_rank_0(
             "> wlb: activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
@@ -240,6 +243,23 @@ def _write_scalars(iteration: int, plan: StepPlan, entry: dict[str, Any]) -> Non
             board.add_scalar(name, value, iteration)
     if wandb := get_wandb_writer():
         wandb.log(values, iteration)
+
+
+def _tell(job: Job, described: Description, before: MegatronArguments, data: SplitData) -> None:
+    """Print what --wlb brings of a run's first steps, net of what it switches off of its arguments `before`."""
+    time = functools.partial(time_per_work, unit=job, samples=data.samples, first_sample=data.first_sample)
+    if job.whole_documents:  # Megatron's steps train others
+        return
+    ours, megatron = time(job), time(price.alone(job, before))
+    found = price.prices(job, before, time)
+    words = f"predicted {megatron / ours:.2f} times as fast as Megatron with documents apart"
+    if found:
+        words += f". {price.in_words(time(without_wlb(job)) / ours, megatron / ours, found)}"
+    if price.nets(megatron / ours, found)[1] < 1:
+        words += " Do not use --wlb here"
+    print(f"> wlb: {words}", flush=True)
+    if described.settings.micro_batches == "auto":
+        _tell_of_faster(job, described, data)
 
 
 def _tell_of_faster(job: Job, described: Description, data: SplitData) -> None:

@@ -132,6 +132,8 @@ def arguments_of(text: str, name: str) -> Launched:
         raise ValueError(f"{short(name)}: its arguments lack num_layers or world_size; {_REMEDY}")
     if windows := found.get("wlb_windows_per_micro_batch"):
         found["micro_batch_size"] = windows  # without --wlb, which sets 1
+    if isinstance(before := found.get("wlb_before"), dict):
+        found |= {name: value for name, value in before.items() if name in found}
     if padded := _PADDED.search(text, end):
         found["padded_vocab_size"] = int(padded[1])
     _refuse_others([], found)
@@ -309,7 +311,7 @@ def _number(text: str) -> Any:
 
 def _value_of(text: str) -> Any:
     """Parse a value as Megatron printed it; returns the text if it is no literal."""
-    if len(text) > LONGEST_VALUE or not re.fullmatch(r"[\[(].*[\])]|-?[\d.e+-]+|None|True|False", text):
+    if len(text) > LONGEST_VALUE or not re.fullmatch(r"[\[({].*[\])}]|-?[\d.e+-]+|None|True|False", text):
         return text
     try:
         return ast.literal_eval(text)
@@ -320,7 +322,7 @@ def _value_of(text: str) -> Any:
 def _wlb_words(stated: Mapping[str, Any]) -> Iterator[str]:
     """Yield the words of the `--wlb` flags."""
     for name, value in stated.items():
-        if name.startswith("wlb") and value not in (None, False):
+        if name.startswith("wlb") and value not in (None, False) and name != "wlb_before":
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
             yield f"--{name.replace('_', '-')}{'' if value is True else f'={text}'}"
 

@@ -213,6 +213,9 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
         if not adaptation.applies(before, given):
             continue
         changed = {name: value for name, value in adaptation.values.items() if hasattr(args, name)}
+        were = {name: getattr(before, name) for name in changed}
+        plain = {name: value for name, value in were.items() if value is None or isinstance(value, (int, float, str))}
+        args.wlb_before = plain | vars(args).get("wlb_before", {})  # as a log can print it
         vars(args).update(changed)
         name = next(name for name, value in changed.items() if getattr(before, name) != value)
         line = f"{_said(name, changed[name], getattr(before, name))}: {adaptation.reason}"

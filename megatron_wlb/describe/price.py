@@ -1,6 +1,7 @@
 """Prices: the time that a run loses with the features that --wlb switches off, or has a slower form of."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,7 +52,9 @@ _SIMULATED = (
         lambda a, job: job.tp_overlap or (tp_overlap(job.parallel.tp) if a.tp_comm_overlap else 0.0),
     ),
     _Simulated(
-        "the dispatcher of tokens", "moe_dispatcher", lambda a, job: a.moe_token_dispatcher_type or job.moe_dispatcher
+        "the dispatcher of tokens",
+        "moe_dispatcher",
+        lambda a, job: (job.model.moe_router_topk and a.moe_token_dispatcher_type) or job.moe_dispatcher,
     ),
     _Simulated(
         "offloading of activations, in whose place they are recomputed,", "recompute", lambda a, job: recompute_of(a)
@@ -88,6 +91,25 @@ def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
     if a.fine_grained_activation_offloading and job.recompute == megatron.recompute:
         found.append(Price("offloading of activations", 1.0, 1.0, "no time is predicted; they stay in GPU memory"))
     return found
+
+
+def nets(speedup: float, found: Sequence[Price]) -> tuple[float, float]:
+    """Return the least and the most of a speed-up over Megatron alone, whose time has only what is simulated."""
+    published = [each for each in found if each.source != SIMULATED]
+    return tuple(speedup / math.prod(getattr(each, bound) for each in published) for bound in ("most", "least"))  # type: ignore[return-value]
+
+
+def in_words(balance: float, speedup: float, found: Sequence[Price]) -> str:
+    """Return what balance brings, what it costs and what is left; `speedup` is over Megatron alone, as simulated."""
+
+    def cost(each: Price) -> str:
+        if each.most == 1:
+            return f"without {each.feature}: {each.source}"
+        times = f"{each.least:.2f}" + (f" to {each.most:.2f}" if each.most > each.least else "")
+        return f"without {each.feature} a step takes {times} times as long ({each.source})"
+
+    net = dict.fromkeys(f"{each:.2f}" for each in nets(speedup, found))
+    return f"Balance brings {balance:.2f}; {'; '.join(map(cost, found))}. Net: {' to '.join(net)}."
 
 
 def divided_bytes(job: Job) -> Any:

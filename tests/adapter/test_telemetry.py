@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_wlb import files
 from megatron_wlb.adapter import clock, report
 from megatron_wlb.cli.main import main
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
@@ -23,9 +25,9 @@ from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.step import TIME_SHARES, shares, simulate_step
 from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, entries, train
 from tests.cli.commands import refusal
-from tests.jobs import job
+from tests.jobs import job, samples
 from tests.packing.steps import documents
-from tests.simulate.shards import FREE
+from tests.simulate.shards import FREE, SMALL
 
 MEASURED = {"busy": 0.75, "bubble": 0.2, "exchange": 0.0, "waiting": 0.05}
 FLAGS = [*ADAM, "--train-iters", "4"]
@@ -52,6 +54,27 @@ def test_scalars_of_tensorboard_are_those_of_the_log(run):
         for name in TIME_SHARES:
             assert found[f"wlb/{how}/{name}"] == pytest.approx([e[how][name] for e in entries], rel=1e-6, abs=1e-9)
     assert found["wlb/sharding/per_document"] == [1.0] * 4
+
+
+def test_the_start_says_what_is_predicted_of_the_first_steps(run):
+    """Over Megatron alone; no feature was switched off, so nothing is taken from it."""
+    (line,) = re.findall(r"^> wlb: predicted .*$", (run[1] / "prints").read_text(), re.MULTILINE)
+    assert re.fullmatch(
+        r"> wlb: predicted (\d+\.\d\d) times as fast as Megatron with documents apart( Do not .*)?", line
+    )
+
+
+def test_what_is_predicted_is_net_of_what_is_switched_off(capsys):
+    """By the arguments before `adapt`; a layout and a recomputation that are faster come after it."""
+    profile, lengths = load_profile("h100-fa2"), np.random.default_rng(0).integers(20, 4096, 2000)
+    given = job(model=SMALL, profile=profile, context_length=4096, num_micro_batches=8, pp=4, packing=AdaptivePacking())
+    data = SimpleNamespace(samples=samples(lengths, context_length=4096), first_sample=0)
+    described = SimpleNamespace(settings=SimpleNamespace(micro_batches=8))
+    for before, said in ((MegatronArguments(), False), (MegatronArguments(cuda_graph_impl="local"), True)):
+        report._tell(given, described, before, data)
+        printed = capsys.readouterr().out
+        assert ("without CUDA graphs a step takes 1.00 to " in printed) == ("Net: " in printed) == said
+        assert printed.count("> wlb: ") == 1
 
 
 def test_the_line_says_where_the_time_of_a_step_goes(run):

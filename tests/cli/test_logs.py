@@ -142,7 +142,7 @@ def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
     """Also of another release, which has other flags and words."""
     lines = {"wlb": True, "wlb_max_delay_steps": 0, "wlb_packing": "paper:20,30"}
     lines |= {"wlb_log": "a b", "wlb_save_gathered_kv": False, "wlb_max_tokens": None, "wlb_memory_budget": 40.5}
-    lines |= {"wlb_windows_per_micro_batch": 2}
+    lines |= {"wlb_windows_per_micro_batch": 2, "wlb_before": {"tp_comm_overlap": True, "not_there": 1}}
     text = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in lines.items())
     (tmp_path / "log").write_text(blocks["dense"][1].replace("  world_size", f"{text}  world_size"))
     found = run(tmp_path / "log")
@@ -150,6 +150,7 @@ def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
     assert (found.settings.memory_budget, found.settings.max_tokens) == (40.5, None)
     assert found.run_settings.log == "a b"
     assert found.arguments.micro_batch_size == 2  # of the run without it
+    assert found.arguments.tp_comm_overlap and "not_there" not in found.launched.stated
     assert run(tmp_path / "log", "--wlb-packing adaptive").packing.name == "adaptive"
 
 

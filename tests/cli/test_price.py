@@ -74,8 +74,8 @@ ZOO = {
     ),
     "run_gb200_235b.sh": (
         "gb200",
-        _layout(1, 4, 64, 256, 12, _QWEN, _ON_GRACE, _OVERLAP, _CHUNKS, "4 --wlb-micro-batches 768 --micro-batch-size 3",
-                _SELECTIVE, "moe_act layernorm", _OFFLOADING),
+        _layout(1, 4, 64, 256, 12, _QWEN, _ON_GRACE, _OVERLAP, _OFFLOADING, _SELECTIVE, "moe_act layernorm", _CHUNKS,
+                "4 --wlb-micro-batches 768 --micro-batch-size 3"),
         "Close", ["CUDA graphs", "offloading of activations"],
     ),
     "run_h100_235b.sh": (

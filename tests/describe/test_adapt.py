@@ -55,7 +55,8 @@ PRICED = [
 """Arguments before and after, what is given beside them, and what is said; the latter ones cost something."""
 
 BEFORE = {
-    f"wlb_{name}" for name in ("windows_per_micro_batch", "eval_windows_per_micro_batch", "per_token_loss", "sft")
+    f"wlb_{name}"
+    for name in ("before", "windows_per_micro_batch", "eval_windows_per_micro_batch", "per_token_loss", "sft")
 }
 
 
@@ -73,8 +74,10 @@ def test_one_change(changed, beside, line):
     after = USUAL | beside | {name: value for name, (_, value) in changed.items()}
     assert {name: value for name, value in vars(args).items() if name not in BEFORE} == after
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
+    first = args.wlb_before
+    assert all(first.get(name, before) == before for name, (before, _) in changed.items())
     check(args)
-    assert len(adapt(args, given).lines()) == 1  # nothing is left to change
+    assert len(adapt(args, given).lines()) == 1 and args.wlb_before == first  # nothing is left to change
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
     with pytest.raises(ValueError, match="^--wlb-strict: these flags would have to change"):
         adapt(Namespace(**USUAL | given | {"wlb_strict": True}), ())

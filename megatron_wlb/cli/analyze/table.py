@@ -1,6 +1,5 @@
 """The report in words: rows and sentences for both the terminal and the page."""
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import CLOSE, KERNELS_OF, Report
 from megatron_wlb.cli.common import render
-from megatron_wlb.describe.price import SIMULATED
+from megatron_wlb.describe.price import Price, nets
+from megatron_wlb.describe.price import in_words as in_words_of_prices
 from megatron_wlb.simulate.step import TIME_SHARES
 
 TITLES = {"plain": "Megatron", "thd": "Megatron, documents apart", "ours": "--wlb"}
@@ -80,48 +80,39 @@ def percent(numbers: dict[str, Any], *parts: str) -> float:
     return share
 
 
-def gain(report: Report, bound: str = "most") -> float:
+def gain(report: Report, *, at_best: bool = False) -> float:
     """Return --wlb's net gain over Megatron, documents apart, as a share of the speed; 0 if not certain.
 
-    Of Megatron with --micro-batch-size 1 where that is faster, which nothing keeps a run from. `bound`: of the prices
-    that are not simulated, at "most" or "least".
+    Of Megatron with --micro-batch-size 1 where that is faster, which nothing keeps a run from. What is published is
+    taken at its highest price, or `at_best` at its lowest.
     """
     ours = report.entries["schemes"]["ours"]
-    brings: float = ours["speedup"] / _alone(report, bound) - 1
+    brings = ours["speedup"] / _alone(report, at_best=at_best) - 1
     return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
 
 
-def _alone(report: Report, bound: str) -> float:
+def _alone(report: Report, *, at_best: bool = False) -> float:
     """Return how much faster Megatron alone may be than simulated: by single windows, and by published features."""
-    published = (each[bound] for each in report.entries["prices"] if each["source"] != SIMULATED)
-    return math.prod(published, start=max(1.0, report.entries["single_windows"]))
+    single = max(1.0, report.entries["single_windows"])
+    return single / nets(1.0, [Price(**each) for each in report.entries["prices"]])[at_best]
 
 
 def verdict(report: Report) -> tuple[str, str]:
     """Return what to do, by the net gain, in words, and "gain", "close" or "loss"."""
-    if gain(report) > CLOSE and _least_and_most(report, "thd")[0] > _alone(report, "most"):
+    if gain(report) > CLOSE and _least_and_most(report, "thd")[0] > _alone(report):
         return "Use it", "gain"
     setup = report.setup
     several = setup.run.budget is None and setup.megatron.micro_batch_size > 1  # of which training may make one
-    return ("Do not use it", "loss") if gain(report, "least") < 0 and not several else ("Close", "close")
+    return ("Do not use it", "loss") if gain(report, at_best=True) < 0 and not several else ("Close", "close")
 
 
 def priced(report: Report) -> str:
-    """Return what balance brings, what it costs, and what is left, in words; "" if nothing is lost."""
+    """Return what balance brings, what it costs and what is left, in words; "" if nothing is lost."""
     entries = report.entries
-    if not entries["prices"]:
+    if not (found := [Price(**each) for each in entries["prices"]]):
         return ""
-
-    def cost(each: dict[str, Any]) -> str:
-        if each["most"] == 1:
-            return f"without {each['feature']}: {each['source']}"
-        times = f"{each['least']:.2f}" + (f" to {each['most']:.2f}" if each["most"] > each["least"] else "")
-        return f"without {each['feature']} a step takes {times} times as long ({each['source']})"
-
-    ours = entries["schemes"]["ours"]["speedup"]
-    nets = list(dict.fromkeys(f"{ours / _alone(report, bound):.2f}" for bound in ("most", "least")))
-    costs = "; ".join(map(cost, entries["prices"]))
-    return f"Balance brings {entries['balance']:.2f}; {costs}. Net: {' to '.join(nets)}."
+    alone = max(1.0, entries["single_windows"])
+    return in_words_of_prices(entries["balance"], entries["schemes"]["ours"]["speedup"] / alone, found)
 
 
 def headline(report: Report) -> tuple[str, str]:
