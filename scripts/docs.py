@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.convergence_report import page
 from benchmarks.paper import report
 from benchmarks.results import Row
-from benchmarks.step_time import ACROSS, DELAY, OURS, RING, WIDER
+from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER
 from megatron_wlb.describe.flags import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,9 @@ def pages() -> dict[Path, str]:
     texts: dict[Path, str] = {}
     tables = "benchmarks/results/README"
     parts = (
+        ("README", "equal memory", equal_memory()),
         ("docs/flags", "flags", flags()),
+        ("docs/performance", "equal memory", equal_memory()),
         ("docs/performance", "published", published(by_publication=False)),
         ("docs/convergence", "results", convergence()),
         (tables, "recipes", recipes()),
@@ -66,6 +68,38 @@ def flags() -> str:
         text += " Switch, off unless given." if action.nargs == 0 else f" One of {choices}." if choices else ""
         sections.append(f"### `{action.option_strings[0]}`\n\n{text}{default}{value}\n")
     return "\n".join(["", *sections, ""])
+
+
+def equal_memory() -> str:
+    """Tokens per second over Megatron, both sides with their fastest recomputation within an H100's memory."""
+    lines = []
+    for row in _result("step_time")["settings"]["memory"]:
+        model, sizes = LAYOUTS[row["layout"]]
+        given = sizes | ({"dp": row["dp"]} if row["dp"] > 1 else {})
+        layout = " ".join(f"{name.upper()}{size}" for name, size in given.items() if name != "etp")
+        gpus = math.prod(given.get(name, 1) for name in ("tp", "cp", "pp", "dp"))
+        rank = " a rank" if row["dp"] > 1 else ""
+        ways = [_recomputed(row[side]["recompute"]) for side in ("megatron", "wlb")]
+        how = ways[0] if ways[0] == ways[1] else f"Megatron: {ways[0] or 'nothing'}, `--wlb`: {ways[1] or 'nothing'}"
+        job = f"{_MODELS[model]}, {gpus} H100s, {layout}, {row['windows']} windows of {row['window'] >> 10}K{rank}"
+        lines.append([f"{job}{f'; recomputed: {how}' if any(ways) else ''}", f"{row[f'over {RING}']:.2f}"])
+    return _table(
+        ["tokens per second over Megatron's, the same tokens in every step, in equal memory", "`--wlb`"], lines
+    )
+
+
+_MODELS = {
+    "llama2-7b": "7B", "30b": "30B", "llama2-70b": "70B", "llama3-8b": "8B", "codellama-34b": "34B",
+    "llama3-405b": "405B", "qwen3-30b-a3b": "Qwen3-30B-A3B",
+}  # fmt: skip
+
+
+def _recomputed(flags: str) -> str:
+    """What `--recompute` flags run again, in words."""
+    if modules := re.search(r"--recompute-modules (.*)", flags):
+        return modules[1].replace("mlp", "MLPs")
+    layers = re.search(r"--recompute-num-layers (\d+)", flags)
+    return f"{layers[1]} layers a virtual stage" if layers else ""
 
 
 def limit() -> str:
