@@ -241,7 +241,7 @@ def _faster(entries: dict[str, Any]) -> Iterator[str]:
             there = f", of which Megatron there has {each['megatron']:.2f}" if each.get("megatron") else ""
             yield (
                 f"With {flags} on the same GPUs, --wlb is predicted to be {each['gain']:.2f} times as fast as here, "
-                f"with {each['gib']:.0f} GiB a GPU: {each['speedup']:.2f} times as fast as {TITLES['thd']}, here{there}."
+                f"with {each['gib']:.0f} GiB a GPU: over {TITLES['thd']}, here {each['speedup']:.2f} times{there}."
             )
 
 
