@@ -77,7 +77,7 @@ CASES = {
         --tp-comm-overlap""",
         64,
         {"megatron": (16, 24, 48), "wlb": (16, 24, 48)},
-        "--wlb-micro-batches 24 --wlb-max-tokens 163840",
+        "--wlb-micro-batches 16 --wlb-max-tokens 131072",
         3,
         1.17,
     ),
