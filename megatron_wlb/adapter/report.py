@@ -15,20 +15,18 @@ import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import compat
+from megatron_wlb.adapter import compat, forecast
 from megatron_wlb.adapter.clock import Clock, attended_squares
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import digest_line, reduced
 from megatron_wlb.adapter.plans import Plans
-from megatron_wlb.describe import alternatives, price
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
-from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.micro_batches import Prediction, time_per_work
+from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.backends import Choice
 from megatron_wlb.runtime.measure import device_name
@@ -36,8 +34,6 @@ from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import shares, simulate_step
 
-WORTH = 1.05
-"""Speed-up by another layout or recomputation from which the start of a run says so."""
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -94,7 +90,7 @@ class Report:
             )
         if torch.distributed.get_rank() == 0 and not untimed(job):
             before = MegatronArguments.of(vars(self._args) | vars(self._args).get("wlb_before", {}))
-            self._thread.submit(_tell, job, described, before, data)
+            self._thread.submit(forecast.tell, job, described, before, data)
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         print_rank_0(
             "> wlb: activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
@@ -243,46 +239,6 @@ def _write_scalars(iteration: int, plan: StepPlan, entry: dict[str, Any]) -> Non
             board.add_scalar(name, value, iteration)
     if wandb := get_wandb_writer():
         wandb.log(values, iteration)
-
-
-def _tell(job: Job, described: Description, before: MegatronArguments, data: SplitData) -> None:
-    """Print what --wlb brings of a run's first steps, net of what it switches off of its arguments `before`."""
-    time = functools.partial(time_per_work, unit=job, samples=data.samples, first_sample=data.first_sample)
-    if job.whole_documents:  # Megatron's steps train others
-        return
-    ours, megatron = time(job), time(price.alone(job, before))
-    found = price.prices(job, before, time)
-    words = f"predicted {megatron / ours:.2f} times as fast as Megatron with documents apart"
-    if found:
-        words += f". {price.in_words(time(without_wlb(job)) / ours, megatron / ours, found)}"
-    if price.nets(megatron / ours, found)[1] < 1:
-        words += " Do not use --wlb here"
-    print(f"> wlb: {words}", flush=True)
-    if described.settings.micro_batches == "auto":
-        _tell_of_faster(job, described, data)
-
-
-def _tell_of_faster(job: Job, described: Description, data: SplitData) -> None:
-    """Print the recomputation and the layout with which the same GPUs are faster, if it is `WORTH` saying."""
-    first = data.first_sample
-    found = alternatives.recomputation(described, job, data.samples, first_sample=first)
-    if found and found.time * WORTH <= 1:
-        flags = found.job.recompute.flags
-        print(
-            f"> wlb: {f'with {flags}' if flags else 'without recomputation'} this run is predicted to be "
-            f"{1 / found.time:.2f} times as fast within memory",
-            flush=True,
-        )
-    own = time_per_work(job, job, data.samples, first)
-    layouts = alternatives.layouts(described, job, data.samples, first_sample=first)
-    times = {each: time_per_work(each, job, data.samples, first) for each in layouts}
-    if times and (best := min(times.values())) * WORTH <= own:
-        layout = next(each for each, time in times.items() if time == best)
-        print(
-            f"> wlb: with {alternatives.layout_flags(layout)} on the same GPUs this run is predicted to be "
-            f"{own / best:.2f} times as fast",
-            flush=True,
-        )
 
 
 def _predicted(job: Job, packing: PackedBatch) -> tuple[float, dict[str, float]]:

@@ -56,7 +56,7 @@ def predictions(
             with contextlib.suppress(ValueError):
                 jobs.append(make(num_micro_batches=int(count), tight=tight))
     jobs = list(dict.fromkeys(jobs))
-    if len(jobs) == 1 or _steps_left(default, samples, first_sample) <= 0:
+    if len(jobs) == 1 or steps_left(default, samples, first_sample) <= 0:
         return default, []
     tried = [Prediction(job, *_measured(_scaled(job), samples, first_sample)) for job in jobs]
     best = min(each.time for each in tried)
@@ -91,7 +91,7 @@ def time_per_work(job: Job, unit: Job, samples: Samples, first_sample: int) -> f
     return _measured(_scaled(job), samples, first_sample, unit=unit)[0]
 
 
-def _steps_left(job: Job, samples: Samples, first_sample: int) -> int:
+def steps_left(job: Job, samples: Samples, first_sample: int) -> int:
     """Return the steps from a sample on to the end of the data, the last of which it may fill in part."""
     return 1 << 30 if samples.order is not None else -(-(len(samples) - first_sample) // job.global_batch_size)
 
@@ -110,7 +110,7 @@ def _measured(job: Job, samples: Samples, first_sample: int, unit: Job | None = 
     Time is simulated, in us, or the work of `step_cost` if `untimed`.
     """
     packer = Packer(samples, job, first_sample=first_sample)
-    warm_up = min(WARM_UP, _steps_left(job, samples, first_sample) // 2) if job.packing.delays else 0
+    warm_up = min(WARM_UP, steps_left(job, samples, first_sample) // 2) if job.packing.delays else 0
     steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0
     for k in range(warm_up + steps):

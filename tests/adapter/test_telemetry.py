@@ -14,7 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_wlb import files
-from megatron_wlb.adapter import clock, report
+from megatron_wlb.adapter import clock, forecast, report
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.documents import PackedBatch
@@ -60,7 +60,7 @@ def test_the_start_says_what_is_predicted_of_the_first_steps(run):
     """Over Megatron alone; no feature was switched off, so nothing is taken from it."""
     (line,) = re.findall(r"^> wlb: predicted .*$", (run[1] / "prints").read_text(), re.MULTILINE)
     assert re.fullmatch(
-        r"> wlb: predicted (\d+\.\d\d) times as fast as Megatron with documents apart( Do not .*)?", line
+        r"> wlb: predicted (\d+\.\d\d) times as fast as Megatron with documents apart[.]( Do not .*)?", line
     )
 
 
@@ -71,7 +71,7 @@ def test_what_is_predicted_is_net_of_what_is_switched_off(capsys):
     data = SimpleNamespace(samples=samples(lengths, context_length=4096), first_sample=0)
     described = SimpleNamespace(settings=SimpleNamespace(micro_batches=8))
     for before, said in ((MegatronArguments(), False), (MegatronArguments(cuda_graph_impl="local"), True)):
-        report._tell(given, described, before, data)
+        forecast.tell(given, described, before, data)
         printed = capsys.readouterr().out
         assert ("without CUDA graphs a step takes 1.00 to " in printed) == ("Net: " in printed) == said
         assert printed.count("> wlb: ") == 1

@@ -1,0 +1,56 @@
+"""What a run is predicted to gain, and how the same GPUs would be faster, said at its start."""
+
+import functools
+from collections.abc import Iterator
+
+from megatron_wlb.adapter.datasets import SplitData
+from megatron_wlb.describe import alternatives, price
+from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.describe.megatron import Description
+from megatron_wlb.job import Job
+from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.plan.micro_batches import steps_left, time_per_work
+
+WORTH = 1.05
+"""Speed-up by another layout or recomputation from which the start of a run says so."""
+
+
+def tell(job: Job, run: Description, before: MegatronArguments, data: SplitData) -> None:
+    """Print what --wlb brings of a run's first steps, net of what it switches off of its arguments `before`.
+
+    Then the recomputation and the layout with which the same GPUs are faster.
+    """
+    try:
+        for line in _lines(job, run, before, data):
+            print(f"> wlb: {line}", flush=True)
+    except ValueError as error:
+        print(f"> wlb: its gain is not predicted: {error}", flush=True)
+
+
+def _lines(job: Job, run: Description, before: MegatronArguments, data: SplitData) -> Iterator[str]:
+    if job.whole_documents or steps_left(job, data.samples, data.first_sample) <= 0:  # Megatron's steps train others
+        return
+    time = functools.partial(time_per_work, unit=job, samples=data.samples, first_sample=data.first_sample)
+    ours, megatron = time(job), time(price.alone(job, before))
+    found = price.prices(job, before, time)
+    words = f"predicted {megatron / ours:.2f} times as fast as Megatron with documents apart."
+    if found:
+        words += f" {price.in_words(time(without_wlb(job)) / ours, megatron / ours, found)}"
+    yield words + " Do not use --wlb here." * (price.nets(megatron / ours, found)[1] < 1)
+    if run.settings.micro_batches == "auto":
+        yield from _faster(job, run, data)
+
+
+def _faster(job: Job, run: Description, data: SplitData) -> Iterator[str]:
+    first = data.first_sample
+    found = alternatives.recomputation(run, job, data.samples, first_sample=first)
+    if found and found.time * WORTH <= 1:
+        flags = found.job.recompute.flags
+        how = f"with {flags}" if flags else "without recomputation"
+        yield f"{how} this run is predicted to be {1 / found.time:.2f} times as fast within memory"
+    own = time_per_work(job, job, data.samples, first)
+    layouts = alternatives.layouts(run, job, data.samples, first_sample=first)
+    times = {time_per_work(each, job, data.samples, first): each for each in layouts}
+    if times and (best := min(times)) * WORTH <= own:
+        flags = alternatives.layout_flags(times[best])
+        yield f"with {flags} on the same GPUs this run is predicted to be {own / best:.2f} times as fast"
