@@ -215,13 +215,8 @@ def test_the_tables_of_two_cores_show_the_results():
 
 
 def test_the_tables_of_the_same_step_show_the_results():
-    """Of the README, what fits a GPU; of the page on performance, what does not wait, waits, or has another layout."""
-    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/performance.md"))
-    found = {(row["layout"], row["dp"], row["recompute"]): row for row in result("step_time")["settings"]["memory"]}
-    jobs = (("7B PP4", 1), ("30B PP4", 1), ("70B PP4", 1), ("8B CP8", 4), ("34B CP8", 1))
-    fits = ([found[*job, way].get("over ring per document") for way in ("none", "full")] for job in jobs)
-    shown = re.findall(r"H100s, TP.*? \| (.*) \| (.*) \|", readme)
-    assert shown == [tuple("does not fit" if each is None else f"{each:.2f}" for each in row) for row in fits]
+    """Of the page on performance, where memory is enough: what does not wait, waits, or has another layout."""
+    page = (ROOT / "docs" / "performance.md").read_text()
     rows = {
         (r["layout"], r["dp"], r["windows"], r["scheme"]): r
         for r in result("step_time")["rows"]
