@@ -217,10 +217,12 @@ def crossover(job: Job) -> int:
     """
     rows = job.profile.tile_rows
     half = max(1, job.context_length // 2 // rows) * rows
-    whole = job.recompute.whole(job.decoder_layers()).sum()
+    recompute = job.recompute
+    if recompute.method == "block" and not untimed(job):  # of every virtual stage
+        recompute = replace(recompute, num_layers=int(recompute.whole(job.decoder_layers()).sum()))
     alone = replace(
         job,
-        recompute=replace(job.recompute, num_layers=int(whole)) if job.recompute.method == "block" else job.recompute,
+        recompute=recompute,
         model=replace(job.model, pattern=job.model.pattern.replace(WINDOWED, FULL)),
         parallel=Parallel(tp=job.parallel.tp, sequence_parallel=job.parallel.sequence_parallel),
         num_micro_batches=1,

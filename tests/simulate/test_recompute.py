@@ -175,3 +175,10 @@ def test_ways_are_those_that_megatron_has_the_fastest_first():
     delayed = set().union(*(way.modules for way in ways(replace(given, precision="delayed"))))
     assert not {"layernorm", "moe_act"} & delayed and "mla_up_proj" in delayed
     assert ways(replace(given, offloaded_layers=1)) == [Recompute()]
+
+
+def test_layers_that_do_not_divide_have_a_crossover():
+    """Such a job is planned by work, whatever is recomputed; its stages are not known here."""
+    uneven = job(model=replace(SMALL, num_layers=7), pp=2)
+    block = Recompute(granularity="full", method="block", num_layers=1)
+    assert crossover(replace(uneven, recompute=block)) > 0
