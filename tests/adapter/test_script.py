@@ -89,7 +89,9 @@ def test_after_installation_the_script_itself_takes_the_flag(hooked, dataset, mo
         assert run("-c", waits, "--wlb", python=hooked).stdout == "False\n"
 
 
-@pytest.mark.parametrize("files", ["__init__.py", "__init__.py training/x.py", "__init__.py core/__init__.py", "../megatron.py"])
+@pytest.mark.parametrize(
+    "files", ["__init__.py", "__init__.py training/x.py", "__init__.py core/__init__.py", "../megatron.py"]
+)
 def test_another_package_of_that_name_is_left_alone(hooked, files, tmp_path):
     """Without a word, and without torch, whatever words it has."""
     folder = tmp_path / "foreign" / "megatron"
