@@ -181,6 +181,10 @@ def _settled(
     changes: dict[str, Any] = {"sequence_parallel": True}
     if by_flags:
         changes |= {"use_distributed_optimizer": True, "untie_embeddings_and_output_weights": True}
+    if a.world_size is None and by_upstream and ranks > 1:  # Megatron's default is one process
+        raise ValueError(
+            f"the command does not say how many GPUs there are, and a model takes {ranks}; give --num-gpus"
+        )
     if a.world_size is None:
         changes["world_size"] = ranks
         notes.append(

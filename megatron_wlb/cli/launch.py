@@ -9,7 +9,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_wlb import files
@@ -32,6 +31,14 @@ BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
 END_OF_ARGUMENTS = "- end of arguments -"
 _BEGIN = re.compile(r"-{9,} arguments -{9,}")
 _ARGUMENT = re.compile(r"(?:^|\s)(\w+) (?:\.+|(?<=\w{48} )) *(.*)")
+_TRAINS = re.compile(r"(?:.*/)?pretrain_\w+\.py$")
+_LONG_DASH = re.compile("-?[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]")
+_NO_WORD = re.compile(rf"{_LONG_DASH.pattern}|\$\{{\w+\[[@*]\]")
+"""Words that no command has: with dashes of a text, and arrays that are not expanded."""
+_NO_VALUE = re.compile(r"-(?![\d.]|$)|\s+$")
+"""Flags with one dash, and the blank behind a backslash that ends a line."""
+_TRUTH = {"true", "false"}
+"""Words that only belong behind a switch, which takes none."""
 _COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\(B)")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _REMEDY = "give the log of a run, as Megatron wrote it"
@@ -63,6 +70,20 @@ _ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "
 """Arguments that --wlb or the recommended flags set; a log has them whether they were given or not."""
 WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 """Arguments that --wlb refuses, and that a log shows where nobody gave them, see `usual`."""
+_SWITCHES = {name for name, kind in MegatronArguments.__annotations__.items() if kind in (bool, bool | None)} | {
+    *_OFF,
+    *(name for name, timed in _MATTER.items() if timed == (False,)),
+    *masks.READ,
+} - {"transformer_impl", "window_size", "wlb"}
+"""Arguments whose flags take no value."""
+LISTS = set(
+    """cp_comm_type cuda_graph_modules cuda_graph_scope data_path ddp_param_name_patterns_for_fp32_local_accumulation
+    hierarchical_context_parallel_sizes high_priority_stream_groups iterations_to_skip moe_aux_loss_coeff
+    moe_router_load_balancing_type mrope_section offload_modules profile_ranks rampup_batch_size recompute_modules
+    retriever_report_topk_accuracies rl_inference_parsers spec test_data_path tokenizer_special_tokens train_data_path
+    valid_data_path validation_set_names""".split()
+)
+"""Arguments whose flags take several values."""
 _OTHER_MODELS = {
     "is_hybrid_model": "pretrain_mamba.py of a former release",
     **dict.fromkeys(("model_parallel_size", "checkpoint_activations"), "a release before 2023"),
@@ -152,10 +173,9 @@ def read_command(words: Sequence[str], world_size: int | None = None, *, any_mod
 
     Raises ValueError if there is no script, or if it trains anything but a GPT and not `any_model` will do.
     """
-    if array := next((word for word in words if re.match(r"\$\{\w+\[[@*]\]", word)), None):
-        raise ValueError(f"{short(array)} is not expanded; give the words that it stands for, as bash -x prints them")
-    words = list(chain(*(_words_of_shell(word) if re.search(r"\.py\s", word) else [word] for word in words)))
-    script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    words = _expanded(words)
+    _refuse_strange(words)
+    script = _script(words)
     if script is None:
         raise ValueError(
             f"no script such as pretrain_gpt.py in {short(' '.join(words))}; give behind -- what starts the run, from "
@@ -265,30 +285,88 @@ def _refuse_others(words: Sequence[str], stated: Mapping[str, Any]) -> None:
         )
 
 
+def _script(words: Sequence[str]) -> int | None:
+    """Return the place of the training script among words; that of another one if none has its name."""
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    return next((i for i in scripts if _TRAINS.match(words[i])), scripts[0] if scripts else None)
+
+
+def _expanded(words: Sequence[str]) -> list[str]:
+    """Return words in which a text for `bash -c` is the words of its command. Raises ValueError."""
+    text = next((i for i, word in enumerate(words) if re.search(r"\.py\b", word)), None)
+    if text is None or words[text].endswith(".py") or not re.search(r"\s", words[text]):
+        return [*words]
+    if behind := words[text + 1 :]:
+        raise ValueError(f"{short(behind[0])} stands behind the text for bash -c; put it into the text")
+    return [*words[:text], *_expanded(_words_of_shell(words[text]))]
+
+
 def _words_of_shell(text: str) -> list[str]:
-    """Return the words of the command in a text for `bash -c` that starts the script. Raises ValueError."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ValueError(f"{short(text)}: {error}; give the command without bash -c") from error
-    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    ends = [i for i, word in enumerate(words) if word in _SEPARATORS or word.endswith(";")]
-    begin = max((i + 1 for i in ends if i < script), default=0)
-    return [word.rstrip(";") for word in words[begin : min((i for i in ends if i > script), default=len(words))]]
+    """Return the words of the command in a text for `bash -c` that trains, behind variables that are set before it.
+
+    Raises ValueError if the text is no shell, or has several such commands.
+    """
+    import tree_sitter
+    import tree_sitter_bash
+
+    commands: list[list[str]] = []
+    variables: list[str] = []
+
+    def visit(node: Any, more: Sequence[str] = ()) -> None:
+        kinds = [child.type for child in node.children]
+        if node.type == "redirected_statement":
+            # What follows the name of a file is the command's again.
+            files_of = (each.children_by_field_name("destination") for each in node.children_by_field_name("redirect"))
+            more = [word(each) for found in files_of for each in found[1:]]
+        if node.type == "command":
+            parts = zip(kinds, node.children, strict=True)
+            commands.append([*(word(part) for kind, part in parts if not kind.endswith("_redirect")), *more])
+        elif node.type == "variable_assignment":
+            variables.append(word(node))
+        for child in node.children:
+            visit(child, more)
+
+    def word(node: Any) -> str:
+        raw = node.text.decode()
+        parts = shlex.split(raw)
+        return parts[0] if len(parts) == 1 else raw
+
+    tree = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language())).parse(text.encode())
+    if tree.root_node.has_error:
+        raise ValueError(f"{short(text)} is not understood as shell; give the command without bash -c")
+    visit(tree.root_node)
+    found = [each for each in commands if any(re.search(r"\.py\b", word) for word in each)]
+    for choose in (lambda each: any(map(_TRAINS.match, each)), lambda each: "--num-layers" in each):
+        found = [each for each in found if choose(each)] or found
+    if len(found) != 1:
+        raise ValueError(f"{short(text)} has {len(found)} commands that may train; give that of one without bash -c")
+    return variables + found[0]
 
 
 def _stated(words: Sequence[str]) -> dict[str, Any]:
-    """Parse flags to arguments by Megatron's names; the last of a flag counts."""
+    """Parse flags to arguments by Megatron's names; the last of a flag counts.
+
+    Raises ValueError for words that belong to no flag, as Megatron refuses them.
+    """
+    _refuse_strange(words)
+    names = {flag: name for name, flag in FLAGS.items()}
+    switched_off = {flag: name for name, flag in _OFF.items()}
     given: dict[str, list[str]] = {}
     values: list[str] = []
+    room = 0
     for word in words:
         flag, equals, value = word.partition("=")
         if word.startswith("--"):
             values = given[files.printable(flag[2:])] = [value] if equals else []
+            name = names.get(flag[2:], flag[2:].replace("-", "_"))
+            is_switch = name in _SWITCHES or flag[2:] in switched_off
+            room = sys.maxsize if name in LISTS else int(not is_switch)
+            if is_switch and equals:
+                raise ValueError(f"{short(flag)} takes no value, and {short(value)} is one; leave it out")
+        elif len(values) >= room or _NO_VALUE.match(word) or (word.lower() in _TRUTH and not LISTS & {name}):
+            raise ValueError(_of_no_flag(word))
         else:
             values.append(word)
-    names = {flag: name for name, flag in FLAGS.items()}
-    switched_off = {flag: name for name, flag in _OFF.items()}
     found: dict[str, Any] = {}
     for flag, values in given.items():
         name = names.get(flag, flag.replace("-", "_"))
@@ -301,12 +379,27 @@ def _stated(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def _refuse_strange(words: Sequence[str]) -> None:
+    if strange := next(filter(_NO_WORD.match, words), None):
+        raise ValueError(_of_no_flag(strange))
+
+
+def _of_no_flag(word: str) -> str:
+    """Return why a word is refused."""
+    if word.startswith("$"):
+        return f"{short(word)} is not expanded; give the words that it stands for, as bash -x prints them"
+    why = " (a long dash? Flags have two short ones)" if _LONG_DASH.match(word) else ""
+    return f"{short(word.strip() or repr(word))} belongs to no flag{why}, and Megatron refuses it; leave it out"
+
+
 def _alone(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _number(text: str) -> Any:
-    return int(text) if re.fullmatch(r"\d{1,18}", text) else float(text) if re.fullmatch(r"\d+\.\d+", text) else text
+    if re.fullmatch("[0-9]{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[0-9]+\.[0-9]+", text) else text
 
 
 def _value_of(text: str) -> Any:
@@ -327,30 +420,57 @@ def _wlb_words(stated: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{name.replace('_', '-')}{'' if value is True else f'={text}'}"
 
 
-_SEPARATORS = {"&&", "||", "|", "&"}
-_SHORT = {"-n": "--ntasks", "-np": "--ntasks", "-N": "--nodes"}
+_NODES = "--nnodes --nodes -N --num-machines".split()
+_PER_NODE = "--nproc-per-node --ntasks-per-node --tasks-per-node -npernode --npernode -ppn --ppn".split()
+_ALL = "--ntasks -n -np --np --num-processes".split()
+_HOSTS = "-H --host -host --hosts -hosts".split()
+"""Words of launchers that say how many nodes, processes of a node, and processes there are, and which hosts."""
+_LAUNCHERS = re.compile(
+    r"(?:.*/)?(?:torchrun|srun|mpi(?:run|exec)\S*|orterun|prun|flux|jsrun|aprun|accelerate|horovodrun)|torch\.distributed\..*"
+)
+_ALONE = re.compile(r"\w+=.*|-\S*|(?:.*/)?(?:python[\d.]*|env|exec|nohup|time)|megatron_wlb\.run", re.DOTALL)
+"""Words before the script of a process that no launcher starts."""
 
 
-def _world_size(launcher: Sequence[str]) -> int | None:
-    """Return the ranks by the launcher's words; None if unknown."""
+def _world_size(words: Sequence[str]) -> int | None:
+    """Return the processes by the words before the script; None if nothing launches it.
+
+    Raises ValueError for a launcher whose words do not say how many it starts.
+    """
+    set_to = (re.fullmatch(r"(?:-\S+=)?([A-Z_]+)=(.*)", word) for word in words)
+    variables: dict[str, str] = {found[1]: found[2] for found in set_to if found}
+    begins = [i for i, word in enumerate(words) if _LAUNCHERS.fullmatch(word)]
+    launcher = words[begins[-1] :] if begins else words  # that next to the script
+    program = os.path.basename(launcher[0]) if launcher else ""
     said = {}
     for word, after in zip(launcher, [*launcher[1:], ""], strict=True):
         name, equals, value = word.partition("=")
-        if match := re.fullmatch(r"(-[nN])(\d+)", word):
+        if match := re.fullmatch(r"(-[nNa])(\d+)", word):
             name, equals, value = match[1], "=", match[2]
-        name = _SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name)
-        said[name] = value if equals else after
+        said[name.replace("_", "-") if name.startswith("--") else name] = value if equals else after
 
-    def number(name: str, default: int = 0) -> int:
-        text = said.get(name, str(default))
+    def number(names: Sequence[str], variable: str = "") -> int:
+        found = {name: said[name] for name in names if name in said}
+        found = found or {name: variables[name] for name in (variable,) if name in variables}
+        name, text = next(iter(found.items()), ("", "0"))
         if not re.fullmatch("[0-9]{1,9}", text):
             raise ValueError(f"{name} {short(text)} is not a number; put it in, or give --num-gpus")
         return int(text)
 
-    if "--nproc-per-node" in said:
-        return number("--nproc-per-node") * number("--nnodes", 1)
-    tasks = number("--ntasks") or number("--nodes", 1) * number("--ntasks-per-node")
-    return tasks or number("WORLD_SIZE") or None
+    hosts = [host for name in _HOSTS for host in said.get(name, "").split(",") if host]
+    if program.startswith("torch"):
+        found = number(["--nproc-per-node"], "PET_NPROC_PER_NODE") * (number(["--nnodes"], "PET_NNODES") or 1)
+    elif program == "jsrun":
+        found = number(["--np", "-p"]) or number(["--nrs", "-n"]) * (number(["--tasks-per-rs", "-a"]) or 1)
+    elif program.startswith(("mpi", "orterun", "prun", "horovod")):  # -N is of a node
+        slots = sum(int(m[1]) if (m := re.search(r":(\d{1,9})$", host)) else 1 for host in hosts)
+        found = number(_ALL) or len(hosts) * number([*_PER_NODE, "-N"]) or slots
+    else:
+        found = number(_ALL) or number(_NODES) * number(_PER_NODE)
+    found = found or number((), "WORLD_SIZE")
+    if not found and not all(map(_ALONE.fullmatch, words)):
+        raise ValueError(f"{short(' '.join(words))} does not say how many GPUs there are; give --num-gpus")
+    return found or None
 
 
 def text_of(name: str, of_long: str = f"of a long one its arguments: {BLOCK} LOG") -> str:

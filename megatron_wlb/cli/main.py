@@ -21,7 +21,7 @@ from megatron_wlb import __version__, files
 from megatron_wlb.cli import analyze, compare, profile
 
 COMMANDS = (analyze, profile, compare)
-EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy", "tensorboard"), "analysis")
+EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy", "tensorboard", "tree_sitter"), "analysis")
 EXTRAS |= dict.fromkeys(("torch", "megatron"), "train")
 """Packages that only some commands need, and the extra that each comes with."""
 MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000

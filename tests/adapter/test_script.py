@@ -84,8 +84,25 @@ def test_after_installation_the_script_itself_takes_the_flag(hooked, dataset, mo
     assert run("-c", loaded, "--wlb", python=hooked).stdout == "['megatron_wlb_hook']\n"
     waits = "import sys; print(any(getattr(finder, 'installs_wlb', False) for finder in sys.meta_path))"
     assert run("-c", waits, "--wlb", python=hooked).stdout == "True\n"
-    monkeypatch.setenv("MEGATRON_WLB_HOOK", "0")
-    assert run("-c", waits, "--wlb", python=hooked).stdout == "False\n"
+    for off in ("0", "false", "No", "off", ""):
+        monkeypatch.setenv("MEGATRON_WLB_HOOK", off)
+        assert run("-c", waits, "--wlb", python=hooked).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "files", ["__init__.py", "__init__.py training/x.py", "__init__.py core/__init__.py", "../megatron.py"]
+)
+def test_another_package_of_that_name_is_left_alone(hooked, files, tmp_path):
+    """Without a word, and without torch, whatever words it has."""
+    folder = tmp_path / "foreign" / "megatron"
+    for name in files.split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    script = tmp_path / "foreign" / "own.py"
+    script.write_text("import sys, megatron\nprint('torch' in sys.modules, 'megatron_wlb' in sys.modules)\n")
+    for words in (["--wlb"], ["--", "--wlb"], ["--message", "--wlb"]):
+        found = run(str(script), *words, python=hooked)
+        assert (found.returncode, found.stdout, found.stderr) == (0, "False False\n", "")
 
 
 def test_without_wlb_the_script_trains_by_itself(dataset, tmp_path):

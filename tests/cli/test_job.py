@@ -60,7 +60,7 @@ def test_memory_bounds_micro_batches():
         ("--hybrid-layer-pattern M*M*", "what weights and optimizer leave of the memory is not known"),
         ("--num-layers 999 --hidden-size 8192", "Training refuses this on GPUs of 80 GiB, .* at most 0 tokens fit"),
     ):
-        unknown = run("--wlb-max-tokens auto -- torchrun pretrain_gpt.py", JOB, flags).on_device()
+        unknown = run("--wlb-max-tokens auto -- torchrun --nproc-per-node 1 pretrain_gpt.py", JOB, flags).on_device()
         assert unknown.budget is None and unknown.job().max_tokens == 1.25 * C
         assert any(re.search(why, said) for said in (*unknown.notes, *unknown.judged.remarks))
 
@@ -76,7 +76,7 @@ def test_known_models_keep_their_sizes_in_other_layouts():
 
 def test_tied_embeddings_count_once_on_one_stage():
     """In bf16 with an optimizer in fp32: 18 bytes a weight."""
-    words = "-- torchrun pretrain_gpt.py", JOB, "--vocab-size 1280 --make-vocab-size-divisible-by 1"
+    words = "-- torchrun --nproc-per-node 1 pretrain_gpt.py", JOB, "--vocab-size 1280 --make-vocab-size-divisible-by 1"
     tied, untied = (run(*words, flag) for flag in ("", "--untie-embeddings-and-output-weights"))
     assert (
         tied.budget_bytes(tied.job()) - untied.budget_bytes(untied.job()) == 18 * 1280 * untied.job().model.hidden_size
@@ -112,7 +112,7 @@ def test_a_gpu_chooses_profile_and_memory_and_what_proves_another_is_said_first(
         (f"{JOB} --per-split-data-args-path PREFIX.idx", r"holds no training blend \(.*; give JSON such as"),
         (JOB, "no --data-path; give"),
         (
-            f"-- torchrun pretrain_gpt.py {JOB} --step-batch-size-schedule 0:4",
+            f"-- torchrun --nproc-per-node 1 pretrain_gpt.py {JOB} --step-batch-size-schedule 0:4",
             "several sizes; give the --global",
         ),
         (f"{JOB} DATA --num-layers 5 --pipeline-model-parallel-size 2", "5 layers do not divide over 2 stages"),

@@ -1,7 +1,9 @@
 """Commands as people paste them behind --, typed flags beside them, and what is to be taken out of them."""
 
+import argparse
 import itertools
 import os
+import re
 import shlex
 import subprocess
 
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.cli.launch import NOT_SIMULATED, read_command
+from megatron_wlb.cli.launch import LISTS, NOT_SIMULATED, read_command, read_flags
+from megatron_wlb.describe.arguments import flag_of
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, MODEL, RUN, C, described, printed, refused, run
@@ -59,22 +62,67 @@ def test_typed_flags_take_precedence(data):
         ("srun --ntasks 6 python", 6),
         ("mpirun -np 8 -x A=1 python", 8),
         ("CUDA_DEVICE_MAX_CONNECTIONS=1 WORLD_SIZE=2 python", 2),
-        ("WORLD_SIZE=0 python", None),
-        ("python", None),
+        ("docker run --env=WORLD_SIZE=4 image python", 4),
+        ("PET_NPROC_PER_NODE=8 PET_NNODES=2 torchrun --rdzv-backend c10d", 16),
+        ("PET_NNODES=2 torchrun --nproc-per-node 8", 16),
+        ("srun -N 4 -n 4 -x PET_NNODES=4 torchrun --nproc-per-node=8", 32),
+        ("flux run -N 2 --tasks-per-node=8 -g 1 python", 16),
+        ("flux run -n16 -N2 python", 16),
+        ("jsrun -n 4 -a 4 -c 7 -g 4 python", 16),
+        ("jsrun --nrs=4 --tasks_per_rs=2 python", 8),
+        ("jsrun -n4 python", 4),
+        ("mpirun -H a:8,b:8 python", 16),
+        ("mpirun --host a,b -N 4 python", 8),
+        ("mpiexec.hydra -hosts a,b,c -ppn 2 python", 6),
+        ("mpirun -N 4 -np 8 python", 8),
+        ("aprun -n 16 -N 8 python", 16),
+        ("accelerate launch --num_processes 16 --num_machines 2", 16),
     ],
 )
 def test_ranks_of_what_starts_them(launcher, gpus):
     assert read_command([*launcher.split(), "pretrain_gpt.py", "--num-layers", "4"]).world_size == gpus
     job = f"{MODEL} --seq-length {C} --pipeline-model-parallel-size 2"
     _, job, _ = found = described("--", launcher, "pretrain_gpt.py", job)
-    assert job.parallel.num_gpus == 2 * job.num_micro_batches == (gpus or 2)  # a window a data-parallel rank
-    assert any("GPUs" in note for note in found.run.notes) == (gpus is None)
+    assert job.parallel.num_gpus == 2 * job.num_micro_batches == gpus  # a window a data-parallel rank
+    assert not any("GPUs" in note for note in found.run.notes)
 
 
 @pytest.mark.parametrize("ranks", ["srun -N x --ntasks-per-node 8", "mpirun -np all", "torchrun --nproc-per-node gpu"])
 def test_ranks_that_are_no_number(ranks, capsys):
     refused(capsys, f"-- {ranks} python pretrain_gpt.py {JOB}", "is not a number; put it in, or give --num-gpus")
     assert described("--num-gpus 2", "--", ranks, "pretrain_gpt.py", JOB).job.parallel.dp == 2
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        *(
+            "torchrun",
+            "torchrun --nnodes 2 --rdzv-backend c10d",
+            "PET_NNODES=2 torchrun",
+            "srun python",
+            "mpirun python",
+        ),
+        *(
+            "srun --ntasks-per-node 8 python",
+            "srun -N 4 python",
+            "mpirun --hostfile hosts python",
+            "flux run -N 2 python",
+        ),
+        *("mpirun --map-by ppr:8:node python", "jsrun -a 4 python", "accelerate launch", "kubectl exec pod -- python"),
+        *("python -m torch.distributed.run", "docker run image python"),
+    ],
+)
+def test_a_launcher_that_does_not_say_how_many_gpus_there_are_is_no_run_of_one(launcher, capsys):
+    refused(capsys, f"-- {launcher} pretrain_gpt.py {JOB}", "does not say how many GPUs there are; give --num-gpus$")
+    assert described("--num-gpus 4 --", launcher, "pretrain_gpt.py", JOB).job.parallel.dp == 4
+
+
+def test_without_a_launcher_there_is_one_process(capsys):
+    for alone in ("python", "WORLD_SIZE=0 nohup python3 -u", "python -m megatron_wlb.run"):
+        assert described("--", alone, "pretrain_gpt.py", JOB).job.parallel.num_gpus == 1
+        message = "does not say how many GPUs there are, and a model takes 2; give --num-gpus"
+        refused(capsys, f"-- {alone} pretrain_gpt.py {JOB} --context-parallel-size 2", message)
 
 
 @pytest.mark.parametrize(
@@ -209,12 +257,109 @@ def test_words_that_are_no_run(words, message, capsys):
     refused(capsys, words, message)
 
 
-def test_a_command_in_a_word_is_found():
-    inside = f"cd /w && ls; python pretrain_gpt.py {JOB} && echo done"
-    found = [described("-- srun -n 4", words).job for words in (f"bash -c {shlex.quote(inside)}", f"x.py {JOB}")]
-    assert found[0] == found[1]
-    with pytest.raises(ValueError, match="No closing quotation; give the command without bash -c"):
-        run("-- srun bash -c", shlex.quote("python ' pretrain_gpt.py --lr 1"))
+STARTS = "torchrun --nproc-per-node 4 pretrain_gpt.py"
+SCRIPTS = {
+    "alone": "COMMAND",
+    "between others": "cd / && ls >&2; COMMAND && echo done >&2 || echo failed",
+    "in a line of its own": "cd /\nexport NCCL_DEBUG=INFO\nCOMMAND\necho done >&2\n",
+    "in lines that go on": "torchrun \\\n  --nproc-per-node 4 pretrain_gpt.py\\\n  FLAGS \\\n  --lr 1e-4",
+    "piped": "COMMAND 2>&1 | cat",
+    "to a file": "COMMAND --lr 1e-4 > out 2> err",
+    "to a file in the middle": "torchrun --nproc-per-node 4 > out pretrain_gpt.py FLAGS 2>err --lr 1e-4",
+    "to a file, both": "COMMAND &> out; cat out",
+    "to a file that grows": "COMMAND >>out 2>&1 < /dev/null",
+    "behind a comment": "# don't (really) run x.py\nCOMMAND  # 8 GPUs; it's > enough",
+    "with a # in a word": "COMMAND --save s#1",
+    "in the background": "COMMAND & wait",
+    "in a subshell": "(cd /; COMMAND)",
+    "in brackets": "{ COMMAND; }",
+    "in a condition": "if true; then COMMAND; fi",
+    "in a loop": "for i in 1; do COMMAND --seed 3; done",
+    "in a function": "function main { COMMAND; }; main",
+    "behind a document": "cat > hosts <<'END'\nit's; a | file.py\nEND\nCOMMAND",
+    "beside other scripts": "python3 -c 1 tools/make.py --num-layers 3; COMMAND; python3 -c 1 report.py --x 4",
+    "with variables": "NCCL_DEBUG=INFO OMP_NUM_THREADS=1 COMMAND",
+    "with an exec": "exec COMMAND",
+    "quoted": "COMMAND --save 'a b' --load \"c; d\" --wandb-exp-name it\\'s --data-path x\\ y z",
+    "in a word again": "bash -c 'cd /; COMMAND --lr 3' 2>&1",
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_a_text_for_a_shell_is_cut_as_a_shell_cuts_it(kind, tmp_path):
+    """By bash itself, in which a command writes its words down; the run is that of the words."""
+    text = SCRIPTS[kind].replace("COMMAND", f"{STARTS} FLAGS").replace("FLAGS", JOB)
+    (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > words\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = text.replace("cd /", "true")
+    subprocess.run(["bash", "-c", script], env=env, cwd=tmp_path, check=True, capture_output=True)
+    words = ["torchrun", *(tmp_path / "words").read_text().split("\0")[:-1]]
+    found, shown = read_command(["srun", "bash", "-c", text]), read_command(words)
+    assert found == shown and found.world_size == 4
+
+
+def test_a_text_for_a_shell_that_does_not_say_what_trains(capsys):
+    def said(text, *behind):
+        return refusal(capsys, "analyze", "--", "srun", "-n", "4", "bash", "-c", text, *behind)
+
+    unclosed = said("python ' pretrain_gpt.py --lr 1")
+    assert "is not understood as shell; give the command without bash -c" in unclosed
+    assert "has 2 commands that may train; give that of one" in said(f"{STARTS} {JOB}; {STARTS} {JOB} --seed 3")
+    assert "--lr stands behind the text for bash -c; put it into the text" in said(f"{STARTS} {JOB}", "--lr", "3")
+    assert "${ARGS[@]} is not expanded; give the words" in said(f'{STARTS} {JOB} "${{ARGS[@]}}"')
+    assert "$ARGS is not expanded; give the words" in said(f"{STARTS} {JOB} --bf16 $ARGS")
+    exported = f"export PET_NNODES=2 PET_NPROC_PER_NODE=8\ntorchrun pretrain_gpt.py {JOB}"
+    assert read_command(["srun", "bash", "-c", exported]).world_size == 16
+    message = "a b.py c"  # of a flag's value, which is no command
+    assert read_command([*STARTS.split(), *JOB.split(), "--save", message]).stated["save"] == message
+
+
+DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\uff0d"
+
+
+@pytest.mark.parametrize(
+    ("words", "stranger"),
+    [
+        *((f"--bf16 {dash}context-parallel-size 2", f"{dash}context-parallel-size") for dash in DASHES),
+        *(
+            (f"--data-path d {dash}{more}bf16", f"{dash}{more}bf16")
+            for dash in DASHES[4:6]
+            for more in ("", "-", "\u2014")
+        ),
+        ("--log-throughput context-parallel-size 2", "2"),
+        ("--save -tp 2", "-tp"),
+        ("--save a b", "b"),
+        ("--bf16 true", "true"),
+        ("--dataloader-inter-document-masking false", "false"),
+        ("--overlap-grad-reduce False", "False"),
+        ("--no-rope-fusion 1", "1"),
+        ("--sequence-parallel 1", "1"),
+        ("--num-layers 2 3", "3"),
+        ("--lr 1e-4 \\ ", "' '"),
+    ],
+)
+def test_words_that_belong_to_no_flag_are_refused(words, stranger):
+    """As Megatron's parser refuses them, behind -- and typed; before any flag, too."""
+    each = [" " if word == "\\" else word for word in words.split()]
+    for refuse in (lambda: read_command([*STARTS.split(), *JOB.split(), *each]), lambda: read_flags(each)):
+        with pytest.raises(ValueError, match=f"^{re.escape(stranger)} belongs to no flag"):
+            refuse()
+    with pytest.raises(ValueError, match="^mine belongs to no flag"):
+        read_command([*STARTS.split(), "mine", *JOB.split()])
+    with pytest.raises(ValueError, match="^--bf16 takes no value, and 1 is one; leave it out"):
+        read_command([*STARTS.split(), "--bf16=1"])
+
+
+def test_flags_take_as_many_words_as_upstreams():
+    """Lists are those of its parser, and what takes a value there takes one here."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    actions = add_megatron_arguments(argparse.ArgumentParser())._actions
+    assert {a.option_strings[0] for a in actions if a.nargs not in (None, 0)} <= {*map(flag_of, LISTS)}
+    valued = {a.option_strings[0] for a in actions if a.nargs != 0}
+    for flag in valued - {"--hybrid-override-pattern"}:
+        read_command(["python", "pretrain_gpt.py", flag, "4"], any_model=True)
 
 
 def test_compare_takes_no_flags_of_a_run_and_no_command(capsys):
