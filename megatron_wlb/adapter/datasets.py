@@ -84,6 +84,12 @@ def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None
         kind = _Conversations
     config = _config(args) if config is None else config
     config.wlb = args  # for the kinds below
+    if args.wlb_sft:  # here, since upstream's builder takes ranks by turns
+        read = functools.partial(conversations.read, args=args)
+        config.wlb_conversations = {
+            path: _in_turn(functools.partial(read, path), args.local_rank)
+            for path in _paths(config.blend, config.blend_per_split)
+        }
     config.defer_npy_index_mmap = False  # plans read the indexes from the start
     try:
         built: list[Any] = BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).build()
@@ -95,6 +101,12 @@ def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None
             "(ulimit -Hn), or merge datasets"
         ) from error
     return built
+
+
+def _paths(blend: Any, blend_per_split: Any) -> list[str]:
+    """Return the files, or prefixes of them, that upstream's blends name, each once."""
+    named = [each[0] for each in (blend, *(blend_per_split or ())) if each is not None]
+    return list(dict.fromkeys(chain.from_iterable(named)))
 
 
 def _config(args: Namespace) -> GPTDatasetConfig:
@@ -137,7 +149,7 @@ def check_files(args: Namespace) -> None:
     if args.mock_data or args.wlb_sft:
         return
     blend, blends = get_blend_and_blend_per_split(args)
-    prefixes = dict.fromkeys(prefix for each in (blend, *(blends or ())) if each is not None for prefix in each[0])
+    prefixes = _paths(blend, blends)
     if not prefixes:
         raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...), or --mock-data")
     sizes = {prefix: check_index(prefix) for prefix in prefixes if "://" not in prefix}  # which upstream reads
@@ -342,9 +354,8 @@ class _OfRows:
         """See `Text`. A row's last token has no target, as upstream pads behind it."""
         number = int(piece["document"])
         tokens, targets = self._row(int(np.searchsorted(self._found.begins, number, side="right")) - 1)
-        first = int(self._found.starts[number])
-        end = min(len(tokens), first - int(piece["index"]) % self._context_length + self._context_length)
-        begin = first + int(piece["offset"]) + start
+        end = min(len(tokens), self._context_length)
+        begin = int(self._found.starts[number]) + start
         text = np.zeros(count + 1, np.int64)
         trained = np.zeros(count + 1, bool)
         given = max(0, min(end - begin, count + 1))
@@ -361,7 +372,7 @@ class _Conversations(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
-        return _in_turn(lambda: conversations.read(dataset_path, config.wlb), config.wlb.local_rank)
+        return config.wlb_conversations[dataset_path]
 
     def __getitem__(self, idx: int) -> Any:
         raise NotImplementedError("_OfRows reads")
