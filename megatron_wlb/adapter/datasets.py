@@ -26,11 +26,13 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_wlb import files
 from megatron_wlb.adapter import conversations
+from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.documents import DOCUMENT
 from megatron_wlb.plan.dataset import check_index, doubts
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, Windows
 from megatron_wlb.plan.step import digest_of
+from megatron_wlb.sharding.routing import ranges
 
 SPLITS = ("train", "valid", "test")
 SAMPLED = 64
@@ -178,8 +180,8 @@ def empty(args: Namespace, split: str) -> ValueError:
 def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> SplitData:
     """Return what a built dataset holds, from `first_sample` on.
 
-    Where --reset-attention-mask or --reset-position-ids ask for it, pieces end with EOD tokens; they are read for that
-    only if documents do not.
+    Where --reset-attention-mask or --reset-position-ids ask for it, pieces end with EOD tokens. They are read for that
+    if Megatron's own mask obeys, by which each of them counts; else only if sampled documents do not end with them.
     """
     datasets, blend = [dataset], None
     if isinstance(dataset, BlendedDataset):
@@ -187,9 +189,10 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
         blend = dataset.dataset_index, dataset.dataset_sample_index
     parts, texts = zip(*(_part(each, args, split) for each in datasets), strict=True)
     identity = digest_of(dataset.unique_description_hash, *(text.size for text in texts))
-    resets = args.reset_attention_mask or args.reset_position_ids
+    # Masks of whole documents come with positions in these.
+    resets = (args.reset_attention_mask or args.reset_position_ids) and not args.dataloader_inter_document_masking
     remark = "" if args.wlb_sft else _said_of_ends(datasets, resets=resets)
-    if remark and resets:
+    if resets and not args.wlb_sft and (remark or masks_documents(args)):
         parts = tuple(_ByEod(*each) for each in zip(parts, texts, strict=True))
     samples = Samples(parts=parts, blend=blend, context_length=args.seq_length)
     order: Callable[[np.ndarray], np.ndarray] | None = None
@@ -331,12 +334,15 @@ class _ByEod:
         found = [np.empty(0, DOCUMENT)]
         for of_sample in np.split(rows, np.searchsorted(rows["index"], size * np.arange(1, len(samples)))):
             places = of_sample["index"] - of_sample["index"][0]
-            begins = self._text.begins(of_sample[0], int(of_sample["length"].sum()))
+            total = int(of_sample["length"].sum())
+            begins = self._text.begins(of_sample[0], total)
+            counts = -(-np.diff(begins, append=total) // size)  # of whole documents, some are longer than a window
+            begins = np.repeat(begins, counts) + size * ranges(np.zeros_like(counts), counts)
             row = np.searchsorted(places, begins, side="right") - 1
             pieces = of_sample[row]
             pieces["offset"] += begins - places[row]
             pieces["index"] += begins - places[row]
-            pieces["length"] = np.diff(begins, append=of_sample["length"].sum())
+            pieces["length"] = np.diff(begins, append=total)
             found.append(pieces)
         return np.concatenate(found)
 
