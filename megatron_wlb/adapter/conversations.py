@@ -36,16 +36,24 @@ class Conversations:
     begins: np.ndarray
     """The first conversation of each row, int64 [rows + 1]."""
     lengths: np.ndarray
-    """Tokens of each conversation, int32 [conversations]; 0: left out."""
+    """Tokens of each conversation and its padding, int32 [conversations]; 0: left out."""
     starts: np.ndarray
     """Where each begins in its row, int64 [conversations]."""
     size: int
     """Tokens of all rows."""
+    pad: int
+    """The token between conversations that context parallelism pads, as upstream does."""
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens of a row, int32 [n], and whether each is trained as a target, bool [n]."""
-        found = self.table[number]
-        return found["tokens"], found["trained"]
+        found, which = self.table[number], slice(*self.begins[number : number + 2])
+        read, lengths = found["lengths"], self.lengths[which]
+        moved = np.repeat(self.starts[which] - np.cumsum(read) + read, read)
+        kept = np.repeat(lengths > 0, read)
+        at = (np.arange(len(moved)) + moved)[kept]
+        tokens, trained = np.full(lengths.sum(), self.pad, np.int32), np.zeros(lengths.sum(), bool)
+        tokens[at], trained[at] = found["tokens"][kept], found["trained"][kept]
+        return tokens, trained
 
 
 def read(path: str, args: Namespace) -> Conversations:
@@ -75,8 +83,6 @@ def read(path: str, args: Namespace) -> Conversations:
         raise ValueError(f"{files[0]} has no conversation to train: {why}; give another file")
     begins = np.append(0, np.cumsum(counts[rows]))
     lengths = compute.list_flatten(table.data.column("lengths")).to_numpy().copy()
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    starts -= np.repeat(starts[begins[:-1]], np.diff(begins))
     size = int(lengths.sum())
     (long,) = np.nonzero(lengths > args.seq_length)
     if "long" in skipped:
@@ -91,12 +97,18 @@ def read(path: str, args: Namespace) -> Conversations:
             f"{number - sum(len(each) for each in tables[:file]) + 1}"
         )
         print_rank_0(f"> wlb: {printable(said)}")
+    ranks = args.context_parallel_size or 1
+    multiple = 2 * ranks if ranks > 1 else 1  # as upstream pads
+    lengths += -lengths % multiple
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    starts -= np.repeat(starts[begins[:-1]], np.diff(begins))
     return Conversations(
         table=table.select(rows).with_format("numpy"),
         begins=begins,
         lengths=lengths,
         starts=starts,
         size=size,
+        pad=tokenizer.pad_id,
     )
 
 
@@ -122,7 +134,13 @@ def _tokenizer(args: Namespace) -> Any:
             f"--wlb: --sft tokenizes conversations by SFTTokenizer, and --tokenizer-type is {args.tokenizer_type}; "
             "give --tokenizer-type SFTTokenizer"
         )
-    return _made(args.tokenizer_model, args.sft_tokenizer_prompt_format)
+    made = _made(args.tokenizer_model, args.sft_tokenizer_prompt_format)
+    if made.pad_id is None:
+        raise ValueError(
+            f"--wlb: the tokenizer {args.tokenizer_model} has no pad token for --sft-tokenizer-prompt-format "
+            f"{args.sft_tokenizer_prompt_format}, and upstream's --sft pads rows; add one"
+        )
+    return made
 
 
 @functools.cache

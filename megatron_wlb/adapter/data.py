@@ -11,7 +11,6 @@ import torch
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
 from megatron_wlb.adapter.datasets import Text
-from megatron_wlb.adapter.digest import digest
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
 from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -36,7 +35,7 @@ class Reading:
     in_window: bool = False
     """Positions count in the window: learned ones, without --reset-position-ids."""
     digest: bool = False
-    """Count what is trained, see `digest`."""
+    """Whether what is trained is counted, see `adapter/digest.py`."""
 
     def origin(self, documents: np.ndarray, first_sample: int) -> np.ndarray:
         """Return the micro-batch without `--wlb` that DOCUMENT rows belong to, int64 [n]; 0 if in other steps."""
@@ -99,7 +98,8 @@ class Batch:
     """int64 [s], of `tokens` in their documents, or in their windows; in the order of `tokens`, which tiles have
     changed (`tiles.order`). Only on stages with an embedding or the loss."""
     tokens: torch.Tensor | None
-    """int64 [1 + depths, s]; row k is k tokens further ahead (`mtp`). Only on stages with an embedding."""
+    """int64 [1 + depths, s]; row k is k tokens further ahead (`mtp`). Only on stages with an embedding, and for a
+    digest on those with the loss."""
     labels: torch.Tensor | None
     """int64 [1 + depths, s]; only on stages with the loss, as what follows."""
     loss_mask: torch.Tensor | None
@@ -107,9 +107,7 @@ class Batch:
     origin: torch.Tensor | None
     """int64 [s]: the micro-batch without `--wlb` that a row belongs to (`Reading.origin`); 0 on padding."""
     padding: torch.Tensor | None
-    """bool [s]: rows that no expert counts; only for models with experts."""
-    digest: np.ndarray | None
-    """uint64 [micro-batches without `--wlb`], see `digest`."""
+    """bool [s]: rows of no document; only for models with experts, and for a digest."""
 
     def to(self, device: torch.device) -> "Batch":
         return self._each(lambda part: part.to(device, non_blocking=True))
@@ -143,10 +141,10 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
     """Rows of the shard in the order of the model's, int64 [s] by their number; None: the same."""
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
-        tokens = labels = loss_mask = origin = positions = digested = None
+        tokens = labels = loss_mask = origin = positions = None
         metadata = ShardMetadata.build(plan.shards, self.cp_rank, self.encode, self.windows, self.linear)
         if self.is_first or self.is_last:
-            *parts, digested = self._read(plan)
+            parts = self._read(plan)
             if self.order is not None:
                 rows = self.order(len(metadata.positions))
                 parts = [part[..., rows] for part in parts]
@@ -157,12 +155,11 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
             padded_tokens=plan.padded_tokens,
             metadata=metadata,
             positions=positions,
-            tokens=tokens if self.is_first or self.reading.depths else None,
+            tokens=tokens if self.is_first or self.reading.depths or self.reading.digest else None,
             labels=labels if self.is_last else None,
             loss_mask=loss_mask if self.is_last else None,
             origin=origin if self.is_last else None,
-            padding=self._padding(plan) if self.experts else None,
-            digest=digested if self.is_last else None,
+            padding=self._padding(plan) if self.experts or self.reading.digest else None,
         )
 
     def _padding(self, plan: MicroBatchPlan) -> torch.Tensor:
@@ -171,28 +168,22 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
         rows = torch.from_numpy(np.concatenate(each) == len(plan.documents))
         return rows if self.order is None else rows[self.order(len(rows))]
 
-    def _read(self, plan: MicroBatchPlan) -> list[Any]:
-        """Return tokens, labels, mask, origin, positions and digest."""
+    def _read(self, plan: MicroBatchPlan) -> list[torch.Tensor]:
+        """Return tokens, labels, mask, origin and positions."""
         reading, shard = self.reading, plan.shards.shards[self.cp_rank]
         out = np.zeros((2, 1 + reading.depths, shard.tokens), np.int64)
         mask = np.zeros((1 + reading.depths, shard.tokens), np.float32)
-        origin, positions, embedded = np.zeros((3, shard.tokens), np.int64)
+        origin, positions = np.zeros((2, shard.tokens), np.int64)
         of_document = reading.origin(plan.documents, plan.first_sample)
         shift = plan.documents["index"] % reading.context_length if reading.in_window else np.zeros_like(of_document)
-        real = np.ones(shard.tokens, bool)
         at = 0
         for number, start, stop in np.concatenate(shard.calls).tolist():
             rows = slice(at, at := at + stop - start)
             if number == len(plan.documents):  # the tail padding: token 0, not trained
-                real[rows] = False
                 continue
             out[0, :, rows], out[1, :, rows], mask[:, rows] = reading.rows(plan.documents[number], start, stop)
-            origin[rows], positions[rows] = of_document[number], np.arange(start, stop)
-            embedded[rows] = positions[rows] + shift[number]
-        found = None
-        if reading.digest:
-            found = digest(*(part[real] for part in (out[0, 0], out[1, 0], positions, mask[0], origin)))
-        return [*map(torch.from_numpy, (*out, mask, origin, embedded)), found]
+            origin[rows], positions[rows] = of_document[number], np.arange(start, stop) + shift[number]
+        return list(map(torch.from_numpy, (*out, mask, origin, positions)))
 
 
 def loader(

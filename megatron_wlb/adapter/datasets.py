@@ -26,11 +26,13 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_wlb import files
 from megatron_wlb.adapter import conversations
+from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.documents import DOCUMENT
 from megatron_wlb.plan.dataset import check_index, doubts
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, Windows
 from megatron_wlb.plan.step import digest_of
+from megatron_wlb.sharding.routing import ranges
 
 SPLITS = ("train", "valid", "test")
 SAMPLED = 64
@@ -84,6 +86,12 @@ def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None
         kind = _Conversations
     config = _config(args) if config is None else config
     config.wlb = args  # for the kinds below
+    if args.wlb_sft:  # here, since upstream's builder takes ranks by turns
+        read = functools.partial(conversations.read, args=args)
+        config.wlb_conversations = {
+            path: _in_turn(functools.partial(read, path), args.local_rank)
+            for path in _paths(config.blend, config.blend_per_split)
+        }
     config.defer_npy_index_mmap = False  # plans read the indexes from the start
     try:
         built: list[Any] = BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).build()
@@ -95,6 +103,12 @@ def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None
             "(ulimit -Hn), or merge datasets"
         ) from error
     return built
+
+
+def _paths(blend: Any, blend_per_split: Any) -> list[str]:
+    """Return the files, or prefixes of them, that upstream's blends name, each once."""
+    named = [each[0] for each in (blend, *(blend_per_split or ())) if each is not None]
+    return list(dict.fromkeys(chain.from_iterable(named)))
 
 
 def _config(args: Namespace) -> GPTDatasetConfig:
@@ -137,7 +151,7 @@ def check_files(args: Namespace) -> None:
     if args.mock_data or args.wlb_sft:
         return
     blend, blends = get_blend_and_blend_per_split(args)
-    prefixes = dict.fromkeys(prefix for each in (blend, *(blends or ())) if each is not None for prefix in each[0])
+    prefixes = _paths(blend, blends)
     if not prefixes:
         raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...), or --mock-data")
     sizes = {prefix: check_index(prefix) for prefix in prefixes if "://" not in prefix}  # which upstream reads
@@ -166,8 +180,8 @@ def empty(args: Namespace, split: str) -> ValueError:
 def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> SplitData:
     """Return what a built dataset holds, from `first_sample` on.
 
-    Where --reset-attention-mask or --reset-position-ids ask for it, pieces end with EOD tokens; they are read for that
-    only if documents do not.
+    Where --reset-attention-mask or --reset-position-ids ask for it, pieces end with EOD tokens. They are read for that
+    if Megatron's own mask obeys, by which each of them counts; else only if sampled documents do not end with them.
     """
     datasets, blend = [dataset], None
     if isinstance(dataset, BlendedDataset):
@@ -175,9 +189,10 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
         blend = dataset.dataset_index, dataset.dataset_sample_index
     parts, texts = zip(*(_part(each, args, split) for each in datasets), strict=True)
     identity = digest_of(dataset.unique_description_hash, *(text.size for text in texts))
-    resets = args.reset_attention_mask or args.reset_position_ids
+    # Masks of whole documents come with positions in these.
+    resets = (args.reset_attention_mask or args.reset_position_ids) and not args.dataloader_inter_document_masking
     remark = "" if args.wlb_sft else _said_of_ends(datasets, resets=resets)
-    if remark and resets:
+    if resets and not args.wlb_sft and (remark or masks_documents(args)):
         parts = tuple(_ByEod(*each) for each in zip(parts, texts, strict=True))
     samples = Samples(parts=parts, blend=blend, context_length=args.seq_length)
     order: Callable[[np.ndarray], np.ndarray] | None = None
@@ -319,12 +334,15 @@ class _ByEod:
         found = [np.empty(0, DOCUMENT)]
         for of_sample in np.split(rows, np.searchsorted(rows["index"], size * np.arange(1, len(samples)))):
             places = of_sample["index"] - of_sample["index"][0]
-            begins = self._text.begins(of_sample[0], int(of_sample["length"].sum()))
+            total = int(of_sample["length"].sum())
+            begins = self._text.begins(of_sample[0], total)
+            counts = -(-np.diff(begins, append=total) // size)  # of whole documents, some are longer than a window
+            begins = np.repeat(begins, counts) + size * ranges(np.zeros_like(counts), counts)
             row = np.searchsorted(places, begins, side="right") - 1
             pieces = of_sample[row]
             pieces["offset"] += begins - places[row]
             pieces["index"] += begins - places[row]
-            pieces["length"] = np.diff(begins, append=of_sample["length"].sum())
+            pieces["length"] = np.diff(begins, append=total)
             found.append(pieces)
         return np.concatenate(found)
 
@@ -342,9 +360,8 @@ class _OfRows:
         """See `Text`. A row's last token has no target, as upstream pads behind it."""
         number = int(piece["document"])
         tokens, targets = self._row(int(np.searchsorted(self._found.begins, number, side="right")) - 1)
-        first = int(self._found.starts[number])
-        end = min(len(tokens), first - int(piece["index"]) % self._context_length + self._context_length)
-        begin = first + int(piece["offset"]) + start
+        end = min(len(tokens), self._context_length)
+        begin = int(self._found.starts[number]) + start
         text = np.zeros(count + 1, np.int64)
         trained = np.zeros(count + 1, bool)
         given = max(0, min(end - begin, count + 1))
@@ -361,7 +378,7 @@ class _Conversations(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
-        return _in_turn(lambda: conversations.read(dataset_path, config.wlb), config.wlb.local_rank)
+        return config.wlb_conversations[dataset_path]
 
     def __getitem__(self, idx: int) -> Any:
         raise NotImplementedError("_OfRows reads")

@@ -1,52 +1,80 @@
 """A digest of all that a step trains, whatever the order and the micro-batches, with `--wlb` and without.
 
-It is the sum, modulo 2^64, over all tokens of a hash of token, target, position in its document and whether the target
-is trained, times a number that stands for the target's weight: the trained targets of the micro-batch over which
-upstream takes the mean. Two runs with the same digests train the same.
+It is the sum, modulo 2^64, of two hashes of every token, made on the device: of what the model is given, that is token,
+position and the keys that the mask lets it see, and of what the loss is given besides, that is target and weight. The
+weight of a target is the step's number of targets times its share in the step's loss. It sees no kernels, no exchange
+and no gradients, and of multi-token prediction only the main loss.
 """
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import mpu
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
+from torch import Tensor
 
-from megatron_wlb.plan.mock import GOLDEN, finalized
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    return finalized(x + np.uint64(GOLDEN))
-
-
-def digest(
-    tokens: np.ndarray, labels: np.ndarray, positions: np.ndarray, trained: np.ndarray, origin: np.ndarray
-) -> np.ndarray:
-    """Return the sum of hashes of every micro-batch of origin, uint64 [largest origin + 1]; all int64 [s]."""
-    trained = trained > 0
-    # Both are below 2^32, and what is not trained has no target.
-    pairs = tokens.astype(np.uint64) << np.uint64(32) | np.where(trained, labels, 0).astype(np.uint64)
-    hashes = _mixed(_mixed(pairs) ^ (positions.astype(np.uint64) << np.uint64(1) | trained.astype(np.uint64)))
-    sums = np.zeros(int(origin.max(initial=-1)) + 1, np.uint64)
-    np.add.at(sums, origin, hashes)
-    return sums
+from megatron_wlb.adapter.data import Batch
+from megatron_wlb.describe.masks import masks_documents
+from megatron_wlb.plan.mock import FINALIZER, GOLDEN
+from megatron_wlb.runtime.backends.protocol import Backend
 
 
-def weighed(sums: np.ndarray, trained: np.ndarray | None) -> int:
-    """Return the digest of `sums`, given the trained targets of each's micro-batch; None: all weigh the same."""
-    if trained is not None:
-        sums = sums * (_mixed(trained[: len(sums)].astype(np.uint64)) | np.uint64(1))
-    return int(sums.sum(dtype=np.uint64))
+def _signed(x: int) -> int:
+    return x - (x >> 63 << 64)
 
 
-def reduced(part: int) -> str:
-    """Return the sum of all ranks' parts, modulo 2^64, in hexadecimal digits. A collective call."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    part %= 1 << 64
-    total = torch.tensor([part - (part >> 63 << 64)], dtype=torch.int64, device=device)
+def _mixed(x: Tensor) -> Tensor:
+    """SplitMix64's output for states x - GOLDEN, int64, whose bits are taken for unsigned."""
+    x = x + _signed(GOLDEN)
+    for shift, factor in FINALIZER:
+        x = (x ^ _shifted(x, shift)) * _signed(factor)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    return x >> bits & (1 << 64 - bits) - 1
+
+
+def _factors(weights: Tensor) -> Tensor:
+    """Return odd numbers that stand for float32 weights, int64."""
+    return _mixed(weights.view(torch.int32).long()) | 1
+
+
+class _Rows:
+    """Hashes of rows, int64 [s] each. Without a target, `spare` rows (bool [s]) do not count: padding."""
+
+    def __init__(self, tokens: Tensor, positions: Tensor, before: Tensor, spare: Tensor) -> None:
+        """`before`: keys that a row sees before its own."""
+        self._hashes, self._spare = _mixed(_mixed(tokens << 32 ^ positions) ^ before), spare
+
+    def given(self) -> Tensor:
+        """Return the sum over what the model is given."""
+        return _mixed(self._hashes).masked_fill(self._spare, 0).sum()
+
+    def targets(self, labels: Tensor, trained: Tensor) -> Tensor:
+        """Return hashes for the loss, without weights."""
+        hashes = torch.where(trained, _mixed(self._hashes ^ (labels + 1)), self._hashes)
+        return hashes.masked_fill(self._spare & ~trained, 0)
+
+
+def _spare(tokens: Tensor, *, sft: bool) -> Tensor:
+    """Return which rows may pad conversations: upstream's windows have more of them."""
+    return tokens == get_tokenizer().pad if sft else torch.zeros_like(tokens, dtype=torch.bool)
+
+
+def _learned(args: Namespace) -> bool:
+    """Whether the model is given positions; those of others are of their document, since turns are relative."""
+    return bool(args.position_embedding_type == "learned_absolute")
+
+
+def reduced(part: Tensor) -> str:
+    """Return the sum of all ranks' parts, int64 [], in hexadecimal digits. A collective call."""
+    total = part.clone()
     torch.distributed.all_reduce(total)
     return f"{int(total.item()) % (1 << 64):016x}"
 
@@ -56,12 +84,57 @@ def digest_line(iteration: int, digest: str) -> str:
     return f" wlb step {iteration:6d} | digest {digest}"
 
 
+class Planned:
+    """This rank's part of the digest of a run with `--wlb`."""
+
+    def __init__(self, args: Namespace, backend: Backend, device: torch.device) -> None:
+        self._args, self._backend, self._device = args, backend, device
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.part = torch.zeros((), dtype=torch.int64, device=self._device)
+
+    def given(self, batch: Batch, model: Any, order: Callable[[int], Tensor] | None) -> Callable[[Tensor], None] | None:
+        """Add what a first stage is given; returns what adds the targets of a last one, by their weights [s].
+
+        `order`: that of `BatchDataset`.
+        """
+        stage = {"ignore_virtual": False, "vp_stage": get_attr_wrapped_model(model, "vp_stage")}
+        first, last = mpu.is_pipeline_first_stage(**stage), mpu.is_pipeline_last_stage(**stage)
+        if mpu.get_tensor_model_parallel_rank() or not (first or last):
+            return None
+        assert batch.tokens is not None and batch.positions is not None and batch.padding is not None
+        metadata, tokens = batch.metadata, batch.tokens[0]
+        window = None if None in metadata.orders else max(filter(None, metadata.orders))
+        before, positions = metadata.keys_before(self._backend.spans, window), metadata.positions
+        if order is not None:
+            rows_of = order(len(tokens)).to(self._device, non_blocking=True)
+            before, positions = before[rows_of], positions[rows_of]
+        positions = batch.positions if _learned(self._args) else positions
+        rows = _Rows(tokens, positions, before, batch.padding | _spare(tokens, sft=self._args.wlb_sft))
+        if first:
+            self.part = self.part + rows.given()
+
+        def trained(weights: Tensor) -> None:
+            assert batch.labels is not None
+            self.part = self.part + (rows.targets(batch.labels[0], weights > 0) * _factors(weights)).sum()
+
+        return trained if last else None
+
+
 class Upstream:
     """Digests of a run without `--wlb`, of the batches that its own forward step reads."""
 
     def __init__(self) -> None:
-        self._part = 0
-        """Of what this rank has read since the last step."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self._part = torch.zeros((), dtype=torch.int64, device=self._device)
+        """Of what this rank has read since the last step, less its targets."""
+        self._means = [torch.zeros(2, 0, dtype=torch.int64, device=self._device)]
+        """Sums of the targets' hashes, and their numbers, of every micro-batch: means are over what a rank has."""
 
     def watching(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap upstream's forward step, to see what it reads."""
@@ -78,23 +151,39 @@ class Upstream:
 
     def _seen(self, data_iterator: Iterator[Any]) -> Iterator[Any]:
         batch = next(data_iterator)
-        self._part += self._of(batch)
+        masked = masks_documents(get_args())
+        read = {name: given for name, given in batch.items() if masked or name != "attention_mask"}
+        self._add({name: given.to(self._device, non_blocking=True) for name, given in read.items()})
         yield batch
 
-    def _of(self, batch: Any) -> int:
-        tokens, labels, mask = (batch[name].flatten().numpy() for name in ("tokens", "labels", "loss_mask"))
-        begins = np.zeros(len(tokens), bool)
-        size = batch["tokens"].shape[-1]
-        begins[::size] = True
-        if batch.get("cu_seqlens") is not None:
-            for row, bounds in enumerate(batch["cu_seqlens"].numpy()):
-                begins[row * size + bounds[bounds < size]] = True
-        else:
-            begins[1:] |= tokens[:-1] == get_tokenizer().eod
-        at = np.flatnonzero(begins)
-        positions = np.arange(len(tokens)) - np.repeat(at, np.diff(at, append=len(tokens)))
-        sums = digest(tokens, labels, positions, mask, np.zeros(len(tokens), np.int64))
-        return weighed(sums, None if get_args().calculate_per_token_loss else np.array([int(mask.sum())]))
+    def _add(self, batch: dict[str, Tensor]) -> None:
+        args, ranks, tokens = get_args(), mpu.get_context_parallel_world_size(), batch["tokens"]
+        place = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
+        begins, stops = _bounds(batch, place)
+        own = place - begins
+        window = _window(args)
+        before = own if window is None else own.clamp(max=window)
+        positions = batch["position_ids"] if _learned(args) else own
+        each = (x.flatten() for x in (tokens, positions, before, _spare(tokens, sft=args.sft)))
+        rows, trained = _Rows(*each), batch["loss_mask"].flatten() > 0
+        hashes = rows.targets(batch["labels"].flatten(), trained)
+        rest = hashes.masked_fill(trained, 0).sum() * _factors(torch.zeros((), device=tokens.device))
+        self._part = self._part + rows.given() + rest
+        # A context-parallel rank has two of so many equal pieces, of conversations or windows.
+        piece = 2 * ranks * (own if args.sft else place) // (stops - begins if args.sft else tokens.shape[-1])
+        rank = torch.minimum(piece, 2 * ranks - 1 - piece).flatten()
+        sums = torch.stack((hashes.masked_fill(~trained, 0), trained.long()))
+        self._means.append(torch.zeros_like(sums[:, :ranks]).index_add_(1, rank, sums))
+
+    def _ended(self) -> Tensor:
+        """Return this rank's part of the step, int64 []. A collective call."""
+        hashes, targets = torch.cat(self._means, dim=1)
+        counts = torch.stack((targets.sum(), torch.ones_like(targets).sum()))
+        torch.distributed.all_reduce(counts)
+        weights = torch.ones_like(targets, dtype=torch.float64)
+        if not get_args().calculate_per_token_loss:
+            weights = counts[0] / (counts[1] * targets).double()
+        return self._part + (hashes * _factors(weights.float())).sum()
 
     def logged(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap upstream's `training_log`, to print the digest of what was read since its last call."""
@@ -103,9 +192,29 @@ class Upstream:
         def log(
             loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args: Any, **kwargs: Any
         ) -> Any:
-            text, self._part = reduced(self._part), 0
+            text = reduced(self._ended())
+            self._begin()
             if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
                 print(digest_line(iteration, text), flush=True)
             return training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
 
         return log
+
+
+def _bounds(batch: dict[str, Tensor], place: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first key that each row sees, and where its sequence ends, int64 [b, s], less sliding windows."""
+    if "cu_seqlens" in batch:
+        bounds = batch["cu_seqlens"].long()
+        which = torch.searchsorted(bounds, place.contiguous(), right=True)
+        return bounds.gather(1, which - 1), bounds.gather(1, which)
+    whole = torch.zeros_like(place), torch.full_like(place, place.shape[-1])
+    if "attention_mask" in batch:
+        return batch["attention_mask"].squeeze(1).to(torch.uint8).argmin(-1), whole[1]  # 1: hidden
+    return whole
+
+
+def _window(args: Namespace) -> int | None:
+    """Return the keys that a row sees before its own in all layers; None: in some, all of its document."""
+    layers = range(1, args.num_layers + 1)
+    windowed = all(is_layer_window_attention(args.window_size, args.window_attn_skip_freq, i) for i in layers)
+    return args.window_size[0] if windowed and args.window_size[0] >= 0 else None

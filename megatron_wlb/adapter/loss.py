@@ -30,8 +30,10 @@ def weights(counts: np.ndarray, windows: int | None, *, per_token: bool) -> np.n
     """
     size = len(counts) if windows is None else windows
     targets = np.add.reduceat(counts, np.arange(0, len(counts), size), axis=0).astype(float)
-    total = targets[:, :1] if per_token or windows is None else targets[:, :1].sum() / len(targets)
-    return np.divide(total, targets, out=np.zeros_like(targets), where=targets > 0).T.astype(np.float32)
+    total, means = targets[:, :1], targets
+    if not per_token and windows is not None:
+        total, means = total.sum(), len(targets) * targets  # divided once, so that a digest has the same weights
+    return np.divide(total, means, out=np.zeros_like(targets), where=targets > 0).T.astype(np.float32)
 
 
 def rolled(
@@ -97,16 +99,21 @@ def token_loss(
     output: torch.Tensor,
     *,
     reports_weighted: bool = False,
+    seen: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return sum and number of the token losses, and both for the log; checks as upstream does.
 
-    `weights` [s] of targets count in the sum, and in the log only if it `reports_weighted`; None: all are 1. Upstream
-    divides gradients by the sum of this number over the global batch.
+    `weights` [s] of targets count in the sum, and in the log only if it `reports_weighted`; None: all are 1. `seen` is
+    given what multiplies losses, float32 [s]. Upstream divides gradients by the sum of this number over the global
+    batch.
     """
     assert loss_mask is not None  # the stage with the loss has the mask
-    losses = output.view(-1).float() * loss_mask.view(-1).float()
+    mask = loss_mask.view(-1).float()
+    losses = output.view(-1).float() * mask
     loss = torch.sum(losses if weights is None else losses * weights)
     said = (loss if reports_weighted else torch.sum(losses)).detach()
+    if seen is not None:
+        seen(mask if weights is None else mask * weights)
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for reject, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):

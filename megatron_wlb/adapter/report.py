@@ -45,7 +45,7 @@ class Report:
         self._job: Job
         self._plans: Plans
         self._tried: Sequence[Prediction] = ()
-        self._digested: Callable[[], int] = lambda: 0
+        self._digested: Callable[[], torch.Tensor]
         self._waited = 0.0  # seconds for the planner, up to the last log line
         self._began = 0.0  # start of the last step, by `time.perf_counter`
         self._scalar_interval = args.tensorboard_log_interval if args.tensorboard_dir or args.wandb_project else 0
@@ -55,7 +55,7 @@ class Report:
         self._in_line = False
         self.clock = Clock()
 
-    def begin(self, job: Job, plans: Plans, tried: Sequence[Prediction], digested: Callable[[], int]) -> None:
+    def begin(self, job: Job, plans: Plans, tried: Sequence[Prediction], digested: Callable[[], torch.Tensor]) -> None:
         """Take what the data settle; `digested` returns this rank's part of the last step's digest."""
         self._job, self._plans, self._tried, self._digested = job, plans, tried, digested
         # All ranks measure a step that the last one reports, also if it alone has the flags.

@@ -26,7 +26,7 @@ from megatron_wlb.adapter import compat, data, datasets, experts, jobs, linear, 
 from megatron_wlb.adapter.clock import ranged
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.datasets import SplitData
-from megatron_wlb.adapter.digest import weighed
+from megatron_wlb.adapter.digest import Planned
 from megatron_wlb.adapter.loss import token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
@@ -74,18 +74,20 @@ class Training:
         """Weights of targets by depth and micro-batch without `--wlb`, float32 [1 + depths, micro-batches]; None: 1."""
         self._windows_per_micro_batch = 1.0
         """In the running step, by its micro-batches."""
-        self._trained: np.ndarray | None = None
-        """Trained targets of each micro-batch without `--wlb`, for the digest."""
         self._trained_share = 1.0
         """Share of the running step's tokens that is trained, if upstream would not divide by their number."""
-        self._digested = 0
-        """This rank's part of the step's digest."""
+        self._digest = Planned(args, self.attention.backend, self._device)
 
     def configure(self, model: Any) -> None:
         """Make upstream build the model of its config as this run needs it."""
         configure(model, options=self.attention, context_length=self._args.seq_length)
         if self._job.tp_tile_rows:
             model.pre_wrap_hooks.append(self._tiled(tiles.tile_layers))
+
+    @property
+    def _order(self) -> Any:
+        """See `BatchDataset`."""
+        return self._tiled(tiles.order) if self._job.tp_tile_rows else None
 
     def _tiled(self, function: Any) -> Any:
         return functools.partial(function, sizes=self._job.tiles, ranks=self._job.parallel.tp)
@@ -153,7 +155,7 @@ class Training:
             for name, each in self._splits.items()
         }
         self._plans = Plans(args, self._job, self._splits, self._readings)
-        self._report.begin(self._job, self._plans, tried, lambda: self._digested)
+        self._report.begin(self._job, self._plans, tried, lambda: self._digest.part)
 
     def batches(self) -> dict[str, Iterator[Batch] | None]:
         """Return this rank's endless batches of every split, None for one that does not run; prints what is trained."""
@@ -174,7 +176,7 @@ class Training:
             linear=has_linear_layers(args),
             encode=self.attention.backend.encode,
             windows=self._job.model.windows,
-            order=self._tiled(tiles.order) if self._job.tp_tile_rows else None,
+            order=self._order,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None
         planner = self._plans.planner(split, first_step)
@@ -188,12 +190,11 @@ class Training:
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions if batch.positions is None else batch.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=get_attr_wrapped_model(model, "vp_stage"))
-        if batch.digest is not None and last and mpu.get_tensor_model_parallel_rank() == 0:
-            self._digested += weighed(batch.digest, self._trained)
+        seen = self._digest.given(batch, model, self._order) if self._readings[batch.split].digest else None
         weights = None
         if self._weights is not None and batch.origin is not None:
             weights = self._weights[:, batch.origin]
+        padding = batch.padding if self._args.num_experts else None
         depths = self._args.mtp_num_layers or 0
         ahead = loss.rolled(batch, positions, weights, self._job.context_length, depths)
         tokens, labels, loss_mask = (
@@ -209,7 +210,7 @@ class Training:
                 labels=labels,
                 loss_mask=loss_mask,
                 packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, ahead=ahead),
-                **({} if batch.padding is None else {"padding_mask": _rows_of(model, batch.padding)}),
+                **({} if padding is None else {"padding_mask": _rows_of(model, padding)}),
             )
         if not return_schedule_plan:  # which has yet to read it
             # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
@@ -217,7 +218,7 @@ class Training:
         # Upstream's evaluation of conversations is the mean of their micro-batches' means.
         of_means = batch.split != "train" and self._args.wlb_sft
         given = None if weights is None else weights[0]
-        return output, functools.partial(token_loss, self._args, loss_mask, given, reports_weighted=of_means)
+        return output, functools.partial(token_loss, self._args, loss_mask, given, reports_weighted=of_means, seen=seen)
 
     def ran(self, loss_dict: Any, iteration: int) -> np.ndarray:
         """Report a training step that ran as `iteration`; returns the lengths of its documents, int64 [n]."""
@@ -262,7 +263,8 @@ class Training:
         first, plan, feeds = self._drawn(data_iterator)
         count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts windows
         if first.split == "train":
-            self._windows_per_micro_batch, self._digested = num_microbatches / count, 0
+            self._windows_per_micro_batch = num_microbatches / count
+            self._digest.begin()
             self._report.planned(plan)
         parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
@@ -301,14 +303,12 @@ class Training:
 
     def _weigh(self, split: str, counts: np.ndarray | None, tokens: int) -> None:
         """Set the weights of a step's targets, by what all ranks counted."""
-        reading, self._weights, self._trained = self._readings[split], None, None
+        reading, self._weights = self._readings[split], None
         self._trained_share = 1.0
         if counts is not None:
             per_token = self._args.wlb_per_token_loss and split == "train"
             if not per_token:
                 self._trained_share = float(counts[:, 0].sum() / tokens)
-            if reading.windows is not None and not per_token:
-                self._trained = np.add.reduceat(counts[:, 0], np.arange(0, len(counts), reading.windows))
             weights = torch.from_numpy(loss.weights(counts, reading.windows, per_token=per_token))
             if self._device.type == "cuda":
                 weights = weights.pin_memory().to(self._device, non_blocking=True)

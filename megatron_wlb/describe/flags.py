@@ -66,8 +66,8 @@ class RunSettings(Settings):
     )
     digest: bool = setting(
         False,
-        "Print after every step a digest of all tokens that it trained, with targets, positions and weights, whatever "
-        "their order. Given without --wlb, Megatron's own run prints its: the same digests, the same training.",
+        "Print after every step a digest of what the model and the loss were given, whatever the order: tokens, "
+        "positions, masks, targets and weights. Given without --wlb, Megatron's own run prints its.",
     )
     sft_skip: tuple[str, ...] | None = setting(
         None,

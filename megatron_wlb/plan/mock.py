@@ -11,9 +11,12 @@ GOLDEN = 0x9E3779B97F4A7C15
 """By which SplitMix64's states (Steele, Lea, Flood 2014) are apart."""
 
 
+FINALIZER = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+
+
 def finalized(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finalizer of uint64 states, whose arithmetic wraps around, as it should."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+    for shift, factor in FINALIZER:
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return x ^ (x >> np.uint64(31))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.training.datasets.sft_dataset import SFTDataset
 
 from megatron_wlb.adapter import conversations
 from megatron_wlb.cli.main import main
@@ -37,17 +38,17 @@ def chats(tmp_path_factory):
     return write_chats(path, [conversation(answers, i) for i, answers in enumerate(ROWS)])
 
 
-def sft_flags(tokenizer):
+def sft_flags(tokenizer, prompt=FORMAT):
     sft = ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", tokenizer]
     sft += ["--make-vocab-size-divisible-by", "256"]  # for one tensor-parallel rank and for two
-    return [*sft, "--sft-tokenizer-prompt-format", FORMAT, "--split", "100,0,0"]
+    return [*sft, "--sft-tokenizer-prompt-format", prompt, "--split", "100,0,0"]
 
 
 def arguments(tokenizer, path, **changes):
     """What reading conversations asks of upstream's arguments."""
     given = {"tokenizer_type": "SFTTokenizer", "tokenizer_model": tokenizer, "seq_length": 256}
     given |= {"sft_tokenizer_prompt_format": FORMAT, "data_cache_path": str(Path(path).parent / "cache")}
-    return Namespace(**given | {"wlb_sft_skip": ("long",)} | changes)
+    return Namespace(**given | {"wlb_sft_skip": ("long",), "context_parallel_size": 1} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,46 @@ def test_rows_are_trained_and_evaluated_as_upstream_does(size, layout, flags, ch
     assert run["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
     assert run["evaluations"] == pytest.approx(theirs["evaluations"], rel=TOLERANCE)
     assert bool(run["evaluations"]) == (flags == EVALUATE)
+
+
+PACKED = [[[30, 4], [1], [17]], [[100], [9, 9]], [[5], [6], [7], [8], [60]], [[180], [33], [12]], [[2]], [[13], [300]]]
+"""Answers of each conversation of a row; some rows are over the window."""
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "prompt", "flags"),
+    [
+        (2, CP2, FORMAT, "--calculate-per-token-loss"),
+        (4, f"{CP2} {PP2}", "identity", ""),
+        (2, CP2, "identity", "--micro-batch-size 2 --calculate-per-token-loss"),
+        (2, PP2, "identity", ""),
+    ],
+)
+def test_rows_of_several_conversations(size, layout, prompt, flags, tmp_path, tokenizer, monkeypatch):
+    """With the padding that upstream puts between them under context parallelism, which predicts the next one."""
+    rows = [[m for answers in row for m in conversation(answers, len(answers) + i)] for i, row in enumerate(PACKED)]
+    data, common = write_chats(tmp_path / "packed.jsonl", rows), [*sft_flags(tokenizer, prompt), *flags.split()]
+    run = train(size, data, *common, *layout.split(), without=WITHOUT)
+    row = SFTDataset.__getitem__
+
+    def of_ranks(self, index):
+        self.config.context_parallel_size = 2 if CP2 in layout else 1
+        return row(self, index)
+
+    monkeypatch.setattr(SFTDataset, "__getitem__", of_ranks)
+    theirs = train(1, data, *common, wlb=False, without=WITHOUT)
+    assert max(map(relative_error, run["grads"], theirs["grads"])) <= TOLERANCE
+    assert run["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
+
+
+def test_a_blend_is_read_on_several_ranks(chats, tokenizer, tmp_path):
+    """Where upstream's builder makes the datasets of one rank before those of the others."""
+    other = write_chats(tmp_path / "other.jsonl", [conversation([20 + i], i) for i in range(9)])
+    blend, flags = f"2 {chats} 1 {other}", sft_flags(tokenizer)
+    run = train(2, blend, *flags, without=WITHOUT, timeout=200)
+    theirs = train(1, blend, *flags, wlb=False, without=WITHOUT)
+    assert max(map(relative_error, run["grads"], theirs["grads"])) <= TOLERANCE
+    assert run["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------

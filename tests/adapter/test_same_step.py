@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_wlb.adapter.datasets import SAMPLED
 from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index
 from tests.adapter.training import ADAM, CP2, MOE, MTP, PP2, TP2, VPP2, each_version, full, relative_error, train
 
@@ -162,6 +163,32 @@ def test_texts_inside_documents(ends, tmp_path):
     assert "but for: attention ends with the document, and without --wlb it does not" in said.read_text()
 
 
+@pytest.mark.parametrize("inner", [True, False])
+def test_rare_texts_inside_documents(inner, tmp_path):
+    """EOD inside one document of ten, or not at its end, and in none that the start samples."""
+    rng, data = np.random.default_rng(5), tmp_path / "corpus"
+    lengths = rng.integers(60, 200, 10 * SAMPLED)
+    tokens, ends = rng.integers(0, VOCABULARY, int(lengths.sum()), dtype=np.int32), np.cumsum(lengths)
+    tokens[ends - 1] = EOD
+    rare = slice(7, None, 10)
+    tokens[ends[rare] - (lengths[rare] // 2 if inner else 1)] = EOD if inner else 0
+    data.with_suffix(".bin").write_bytes(tokens.tobytes())
+    write_index(data.with_suffix(".idx"), lengths)
+    flags, prints = [*GENTLE.split(), "--split", "100,0,0", "--train-iters", "3"], tmp_path / "prints"
+    theirs = train(1, str(data), *flags, wlb=False)
+    compare(train(2, str(data), *flags, *CP2.split(), prints=prints), theirs)
+    assert "> wlb: every step trains what Megatron's would\n" in (said := prints.read_text())
+    assert "sampled" not in said
+
+
+def test_documents_that_are_packed_do_not_end_at_eod(tmp_path):
+    """--dataloader-inter-document-masking ends attention and positions with documents alone, in Megatron, too."""
+    data, masked = write_inner(tmp_path / "corpus", ends=True), "--dataloader-inter-document-masking"
+    without, flags = "--reset-attention-mask --reset-position-ids", ["--train-iters", "1", masked]
+    theirs = train(1, data, *flags, without=without)
+    compare(train(1, data, *flags), theirs)
+
+
 @pytest.mark.each_version
 def test_one_curve(dataset, tmp_path):
     """Plain, with `--wlb`, plain, and with it again in other layouts, micro-batches and S_max: one run."""
@@ -201,14 +228,10 @@ def digests(path):
     return re.findall(r"wlb step +(\d+) \| digest ([0-9a-f]{16})", path.read_text())
 
 
-@pytest.mark.parametrize("flags", ["", EOD_MASK, full(f"{EOD_MASK} --calculate-per-token-loss")])
-def test_digests(flags, dataset, tmp_path):
-    """Both runs print the same, in any layout; `test_chaos` has that steps differ in it."""
-    common = [*GENTLE.split(), "--num-layers", "4", "--wlb-digest", *flags.split()]
-    plain, ours = tmp_path / "plain", tmp_path / "ours"
-    train(2, dataset, *common, *PP2.split(), wlb=False, prints=plain)
-    train(4, dataset, *common, *CP2.split(), *VPP2.split(), prints=ours)
-    assert digests(plain) == digests(ours) and len(digests(ours)) == 2
+def test_whole_documents_without_ends_are_cut(tmp_path):
+    data, log = write_inner(tmp_path / "corpus", ends=False), tmp_path / "log.jsonl"
+    flags = "--wlb-documents whole --wlb-max-tokens 1024".split()
+    assert max(max(chain(*e["lengths"])) for e in train(1, data, *flags, log=log)["log"]) == 256
 
 
 def test_whole_documents(dataset, tmp_path):

@@ -51,7 +51,7 @@ datasets.is_distributed = True
 
 def forward_step(data_iterator, model, return_schedule_plan=False):
     batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
-    inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask"))
+    inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask", masked(batch)))
     mask = batch["loss_mask"]
     if return_schedule_plan:
         return model.build_schedule_plan(*inputs, labels=batch["labels"], loss_mask=mask), functools.partial(loss, mask)
@@ -64,6 +64,15 @@ def forward_step(data_iterator, model, return_schedule_plan=False):
         for rows in map(slice, begins, begins[1:])
     ]
     return torch.cat(output, dim=1), functools.partial(loss, mask)
+
+
+def masked(batch):
+    """The mask of packed sequences, which upstream's local attention does not take otherwise."""
+    if "cu_seqlens" not in batch:
+        return None
+    rows = torch.arange(batch["tokens"].shape[1])
+    which = torch.stack([torch.searchsorted(bounds, rows, right=True) for bounds in batch["cu_seqlens"]])
+    return ((which[:, :, None] != which[:, None]) | (rows[:, None] < rows)).unsqueeze(1)
 
 
 def loss(loss_mask, output):

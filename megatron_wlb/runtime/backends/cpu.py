@@ -46,6 +46,10 @@ class CpuBackend:
         rows = np.stack((q[:-1], q[1:], k_start, k_start + segments["stop"]), axis=1)
         return Encoded(rows.astype(np.int32))
 
+    @staticmethod
+    def spans(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return table[:, 1].contiguous(), table[:, 2], table[:, 3]
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         if q.shape[-1] != v.shape[-1]:
             wide_q, wide_k, wide_v = _of_one_size(q, k, v)

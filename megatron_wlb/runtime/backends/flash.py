@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.protocol import KernelArgs, check_head_size, import_for, varlen
+from megatron_wlb.runtime.backends.protocol import KernelArgs, check_head_size, import_for, varlen, varlen_spans
 
 _DETERMINISTIC_HEAD_SIZE = 192
 """Largest head size for which version 3 has deterministic gradients."""
@@ -24,6 +24,7 @@ class AtenBackend:
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     any_value_size = False
     encode = staticmethod(varlen)
+    spans = staticmethod(varlen_spans)
 
     def __init__(self) -> None:
         self._forward = torch.ops.aten._flash_attention_forward.default
@@ -72,6 +73,7 @@ class FlashAttn3Backend:
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     any_value_size = True
     encode = staticmethod(varlen)
+    spans = staticmethod(varlen_spans)
 
     def __init__(self) -> None:
         import_for(self.name, "flash_attn_interface", "FlashAttention-3 (flash_attn_interface)")

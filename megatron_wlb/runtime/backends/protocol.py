@@ -27,6 +27,8 @@ class Encoded(NamedTuple):
 
 
 Encoding = Callable[[np.ndarray, np.ndarray], Encoded]
+Spans = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Of a table: the query behind each entry's last, its first key, and the key behind its last, int32 [entries] each."""
 
 
 def owned(x: Tensor) -> Tensor:
@@ -89,6 +91,11 @@ class Backend(Protocol):
         """The function that encodes a call for this backend."""
         ...
 
+    @property
+    def spans(self) -> Spans:
+        """The function that tells what `encode` wrote."""
+        ...
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """Return out [sq, Hq, Dv], contiguous, and lse [Hq, sq].
 
@@ -133,6 +140,11 @@ def varlen(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
     k = np.clip(k - piece * longest, 0, longest)
     # With max_q = 1 FlashAttention assumes decoding, and fails on gaps; max_q is an upper bound.
     return Encoded(offsets(np.stack((q, k))), max_q=max(2, int(q.max())), max_k=int(k.max()))
+
+
+def varlen_spans(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Spans`, of the table of `varlen`."""
+    return table[0, 1:], table[1, :-1], table[1, 1:]
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:

@@ -53,6 +53,11 @@ class TeBackend:
         table = np.stack((*offsets(np.pad(rows, ((0, 0), (0, empty)))), k_begins.astype(np.int32)))
         return Encoded(table, max_q=int(q.max()), max_k=int(k.max()))
 
+    @staticmethod
+    def spans(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, first = table[0], table[-2], table[-1, :-1]
+        return queries[1:], first, first + keys.diff()
+
     def __init__(self) -> None:
         te = import_for(self.name, f"{_MODULE}.cpp_extensions.fused_attn", _PACKAGE)
         self._engine = te.FusedAttnBackend["F16_arbitrary_seqlen"]

@@ -1,0 +1,187 @@
+"""`--wlb-digest`: equal training has equal digests, and whatever else the model or the loss is given has another."""
+
+import numpy as np
+import pytest
+from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+from megatron_wlb.adapter import data, loss, training
+from megatron_wlb.plan.samples import Windows
+from megatron_wlb.runtime.metadata import ShardMetadata
+from tests.adapter.chats import conversation, write_chats, write_tokenizer
+from tests.adapter.datasets import EOD
+from tests.adapter.test_conversations import PACKED, WITHOUT, sft_flags
+from tests.adapter.test_same_step import EOD_MASK, GENTLE, digests
+from tests.adapter.training import CP2, PP2, VPP2, each_version, full, train
+
+LEARNED = "--position-embedding-type learned_absolute"
+DIGEST = [*GENTLE.split(), "--wlb-digest"]
+
+
+def digested(size, dataset, folder, *flags, wlb=True, without=""):
+    """The digests of a run's steps."""
+    prints = folder / f"prints{len([*folder.iterdir()])}"
+    train(size, dataset, *DIGEST, *flags, wlb=wlb, without=without, prints=prints)
+    return [digest for _, digest in digests(prints)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "without"),
+    [
+        each_version("", ""),
+        (EOD_MASK, ""),
+        full(f"{EOD_MASK} --calculate-per-token-loss", ""),
+        (f"{EOD_MASK} --micro-batch-size 2 {LEARNED}", "--reset-position-ids"),
+        (LEARNED, ""),
+        ("--allow-ambiguous-pad-tokens", ""),
+        (f"--allow-ambiguous-pad-tokens {EOD_MASK}", ""),
+    ],
+)
+def test_both_sides_print_the_same_in_any_layout(flags, without, dataset, tmp_path, monkeypatch):
+    """`test_chaos` has that steps differ in it. A pad token may be EOD."""
+    monkeypatch.setattr(NullTokenizer, "pad_id", property(lambda self: EOD))
+    common = ["--num-layers", "4", *flags.split()]
+    theirs = digested(2, dataset, tmp_path, *common, *PP2.split(), wlb=False, without=without)
+    ours = digested(4, dataset, tmp_path, *common, *CP2.split(), *VPP2.split(), without=without)
+    assert theirs == ours and len(set(ours)) == 2
+
+
+def test_weights_count_and_not_how_they_are_written(dataset, tmp_path):
+    """Where all windows are full, targets weigh the same in micro-batches of any size, and by tokens."""
+    sizes = ["--micro-batch-size 1", "--micro-batch-size 2", "--calculate-per-token-loss"]
+    said = [digested(1, dataset, tmp_path, *each.split(), wlb=False) for each in sizes]
+    masked = [digested(1, dataset, tmp_path, EOD_MASK, *each.split(), wlb=False) for each in sizes]
+    assert said[0] == said[1] == said[2]
+    assert len({tuple(each) for each in (said[0], *masked)}) == 4
+
+
+def test_without_a_mask_digests_differ(dataset, tmp_path):
+    without = "--reset-attention-mask --reset-position-ids"
+    theirs, ours = (digested(1, dataset, tmp_path, wlb=wlb, without=without) for wlb in (False, True))
+    assert not set(theirs) & set(ours)
+
+
+@pytest.mark.parametrize("prompt", ["nemotron-nano-v2", "identity"])
+def test_conversations(prompt, tmp_path):
+    """Rows of Megatron's are padded, and those of the plugin packed."""
+    rows = [[m for answers in row for m in conversation(answers, len(answers) + i)] for i, row in enumerate(PACKED)]
+    flags = sft_flags(write_tokenizer(tmp_path / "tokenizer"), prompt)
+    path = write_chats(tmp_path / "packed.jsonl", rows)
+    theirs = digested(1, path, tmp_path, *flags, wlb=False, without=WITHOUT)
+    assert theirs == digested(2, path, tmp_path, *flags, *PP2.split(), without=WITHOUT)
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+def fed(change):
+    """A forward step with batches that are changed behind the loader."""
+    step = training.Training.forward_step
+
+    def forward_step(self, batches, model):
+        def changed():
+            for batch in batches:
+                change(batch)
+                yield batch
+
+        return step(self, changed(), model)
+
+    return training.Training, "forward_step", forward_step
+
+
+def shift_positions(batch):
+    batch.positions[-3:] -= (batch.positions[-3:] > 0).long()
+
+
+def shift_turns(batch):
+    batch.metadata.integers[: batch.metadata.sizes[0]] += batch.metadata.cp_rank
+
+
+def replace_tokens(batch):
+    batch.tokens[0, 3:6] = 1
+
+
+def shift_targets(batch):
+    batch.labels[0, :7] = batch.labels[0, :7].roll(1)
+
+
+def drop_targets(batch):
+    batch.loss_mask[0, :10] = 0
+
+
+def weigh(counts, *args, **kwargs):
+    found = WEIGHTS(counts, *args, **kwargs)
+    found[0, 0] *= 1.5
+    return found
+
+
+def lose(args, loss_mask, *rest, **kwargs):
+    """A loss that leaves out short micro-batches."""
+    return TOKEN_LOSS(args, loss_mask * (loss_mask.numel() > 128), *rest, **kwargs)
+
+
+def see_before(cls, plan, cp_rank, encode, *args, **kwargs):
+    """A mask whose boundaries are one key off."""
+
+    def shifted(key_begins, segments):
+        begins = key_begins.copy()
+        begins[1:-1] -= 1
+        return encode(begins, segments)
+
+    return BUILD(cls, plan, cp_rank, shifted, *args, **kwargs)
+
+
+def twice(first, batch, others, count):
+    for i, each in enumerate(OF_STEP(first, batch, others, count)):
+        yield batch if i == 1 and batch.metadata.num_rows == each.metadata.num_rows else each
+
+
+def sample_twice(self, samples):
+    samples = np.array(samples)
+    samples[2:3] = samples[1:2]
+    return PIECES(self, samples)
+
+
+def shift_read(self, document, start, stop):
+    tokens, labels, trained = ROWS(self, document, start, stop)
+    return tokens, np.roll(labels, 1, axis=1), trained
+
+
+WEIGHTS, TOKEN_LOSS, OF_STEP = loss.weights, training.token_loss, training._of_step
+BUILD, PIECES, ROWS = ShardMetadata.build.__func__, Windows.pieces, data.Reading.rows
+FAULTS = [
+    ("", lambda: fed(shift_turns)),
+    (LEARNED, lambda: fed(shift_positions)),
+    ("", lambda: fed(replace_tokens)),
+    ("", lambda: fed(shift_targets)),
+    ("", lambda: fed(drop_targets)),
+    ("", lambda: (loss, "weights", weigh)),
+    ("", lambda: (training, "token_loss", lose)),
+    ("", lambda: (ShardMetadata, "build", classmethod(see_before))),
+    ("--wlb-packing megatron", lambda: (training, "_of_step", twice)),
+    ("", lambda: (Windows, "pieces", sample_twice)),
+    ("", lambda: (data.Reading, "rows", shift_read)),
+]
+
+
+@pytest.fixture(scope="module")
+def right(dataset, tmp_path_factory):
+    """The digests of a run by its flags."""
+    found = {}
+
+    def run(flags):
+        if flags not in found:
+            found[flags] = digested(
+                2, dataset, tmp_path_factory.mktemp("right"), EOD_MASK, *CP2.split(), *flags.split()
+            )
+        return found[flags]
+
+    return run
+
+
+@pytest.mark.parametrize(("flags", "fault"), FAULTS)
+def test_other_training_has_other_digests(flags, fault, dataset, tmp_path, right, monkeypatch):
+    """Positions, inputs, targets, weights, and the boundaries of the mask, wherever they go wrong."""
+    expected = right(flags)
+    monkeypatch.setattr(*fault())
+    found = digested(2, dataset, tmp_path, EOD_MASK, *CP2.split(), *flags.split())
+    assert len(found) == 2 and not set(found) & set(expected)
