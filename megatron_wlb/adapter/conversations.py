@@ -167,7 +167,10 @@ def _tokenized(file: Path, tokenizer: Any, cache: str | None, datasets: Any) -> 
     """Return a row for every row of a file, see `_row`; from the cache if they are there."""
     try:
         named = glob.escape(str(file))  # the library takes names for patterns
-        table = datasets.load_dataset(_kind(file), data_files=named, split="all", cache_dir=cache)
+        with file.open("rb") as opened:  # and times for contents
+            content = hashlib.file_digest(opened, "blake2b").hexdigest()[:32]
+        folder = Path(cache or datasets.config.HF_DATASETS_CACHE, content)
+        table = datasets.load_dataset(_kind(file), data_files=named, split="all", cache_dir=str(folder))
     except Exception as error:  # of all kinds, StopIteration for an empty file
         raise ValueError(
             f"{file} cannot be read by the datasets library: {error.__cause__ or repr(error)}; mend it, and see that "

@@ -187,6 +187,11 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
     if isinstance(dataset, BlendedDataset):
         datasets = dataset.datasets
         blend = dataset.dataset_index, dataset.dataset_sample_index
+        last = np.full(len(datasets), -1)
+        np.maximum.at(last, blend[0], blend[1])
+        for each, number in zip(datasets, last.tolist(), strict=True):
+            if number >= len(each):
+                raise _stale(dataset, "", f"{each.dataset_path}, which has {len(each)} samples: it draws {number}")
     parts, texts = zip(*(_part(each, args, split) for each in datasets), strict=True)
     identity = digest_of(dataset.unique_description_hash, *(text.size for text in texts))
     # Masks of whole documents come with positions in these.
@@ -223,7 +228,9 @@ def _said_of_ends(datasets: Sequence[Any], *, resets: bool) -> str:
     for i in chosen:
         dataset = datasets[i]
         lengths, eod = dataset.dataset.sequence_lengths, dataset.config.tokenizer.eod
-        numbers = dataset.indices[:: -(-len(dataset.indices) * len(chosen) // SAMPLED)]
+        # --dataloader-fast-cache-load leaves indices out.
+        numbers = dataset.document_index if dataset.indices is None else dataset.indices
+        numbers = numbers[:: -(-len(numbers) * len(chosen) // SAMPLED)]
         for number in numbers[lengths[numbers] > 0].tolist():
             length = int(lengths[number])
             (at,) = np.nonzero(dataset.dataset.get(number) == eod)
@@ -257,7 +264,16 @@ def _part(dataset: Any, args: Namespace, split: str) -> tuple[Part, Text]:
         context_length=args.seq_length,
         whole=args.wlb_documents == "whole" and split == "train",
     )
+    if why := windows.misfit(dataset.indices):
+        folder = os.path.join(str(dataset.dataset_path), "cache", f"{type(dataset).__name__}_indices")
+        raise _stale(dataset, folder, f"the documents of {dataset.dataset_path}: {why}")
     return windows, _OfWindows(windows, dataset)
+
+
+def _stale(dataset: Any, folder: str, why: str) -> ValueError:
+    """Return what refuses an index of upstream's cache, by default in `folder`: its name tells nothing of the files."""
+    name = os.path.join(dataset.config.path_to_cache or folder, f"{dataset.unique_description_hash}-*")
+    return ValueError(f"--wlb: upstream's cached index {name} is not of {why}; delete it, upstream makes it anew")
 
 
 class _OfWindows:

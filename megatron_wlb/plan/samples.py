@@ -12,6 +12,9 @@ import numpy as np
 
 from megatron_wlb.documents import DOCUMENT
 
+_CHUNK = 1 << 22
+"""Documents that are looked at together."""
+
 
 class Part(Protocol):
     """One dataset of a blend."""
@@ -64,6 +67,44 @@ class Windows:
         rows["index"] += rows["offset"] - offset
         rows["length"] = np.minimum(lengths - rows["offset"], self.context_length)
         return rows[rows["offset"] < stop]
+
+    def misfit(self, documents: np.ndarray | None) -> str:
+        """Return what shows that the arrays are of another dataset than that of `lengths`, "" if nothing does.
+
+        `documents` are those of the split, ascending; None: unknown. All numbers are looked at, some at a time.
+        """
+        index, count, size = self.document_index, len(self.sample_index) - 1, self.context_length
+        low, high = (0, len(self.lengths) - 1) if documents is None else (int(documents[0]), int(documents[-1]))
+        tokens = named = seen = 0
+        for first in range(0, len(index), _CHUNK):
+            numbers = index[first : first + _CHUNK]
+            if numbers.min() < low or numbers.max() > high:
+                return f"it has documents {numbers.min()} to {numbers.max()}, and the split has {low} to {high}"
+            lengths = self.lengths[numbers]
+            ends = tokens + np.cumsum(lengths, dtype=np.int64)
+            stop = int(np.searchsorted(self.sample_index[:, 0], first + len(numbers)))
+            begins = self.sample_index[seen:stop].astype(np.int64)
+            row = begins[:, 0] - first
+            if ((row < 0) | (row >= len(numbers))).any():
+                return "its windows are not in order"
+            at = ends[row] - lengths[row] + begins[:, 1]
+            right = np.arange(seen, stop) * size
+            if seen <= count < stop and at[-1] < right[-1]:  # a last window that is not full goes to the last token
+                right[-1] = tokens + int(self.lengths[index[first:]].sum(dtype=np.int64)) - 1
+            if (wrong := np.flatnonzero(at != right)).size:
+                i = int(wrong[0])
+                return f"window {seen + i} begins at token {at[i]} of its documents instead of {right[i]}"
+            tokens, named, seen = int(ends[-1]), named + int(numbers.sum(dtype=np.int64)), stop
+        if documents is not None:
+            epochs, rest = divmod(len(index), len(documents))
+            if rest or named != epochs * int(documents.sum(dtype=np.int64)):
+                return f"its {len(index)} documents are not the {len(documents)} of the split in each of some epochs"
+        if seen != count + 1 or not (tokens - 1) // size <= count <= -(-(tokens - 1) // size):
+            return f"it has {count} windows, and {tokens} tokens make {(tokens - 1) // size}"
+        order = self.shuffle_index
+        if len(order) != count or order.max() != count - 1 or order.sum(dtype=np.int64) != count * (count - 1) // 2:
+            return f"its order of {len(order)} is none of {count} windows"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

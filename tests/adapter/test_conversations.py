@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import os
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -251,6 +252,15 @@ def test_tokenizing_happens_once(tmp_path, tokenizer, monkeypatch):
     monkeypatch.undo()
     write(tmp_path, SHORT)
     assert len(conversations.read(path, args).lengths) == 1
+
+
+def test_another_file_of_the_same_name_and_time_is_tokenized(tmp_path, tokenizer):
+    path = write(tmp_path, SHORT, SHORT)
+    args, time = arguments(tokenizer, path), Path(path).stat().st_mtime_ns
+    before = conversations.read(path, args)
+    write(tmp_path, SHORT, conversation([4], 1))
+    os.utime(path, ns=(time, time))
+    assert conversations.read(path, args).lengths.tolist() != before.lengths.tolist()
 
 
 def test_a_full_disk_is_named_and_names_of_files_do_not_reach_the_terminal(tmp_path, tokenizer, capsys, monkeypatch):

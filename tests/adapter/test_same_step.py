@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.adapter.datasets import SAMPLED
-from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index
+from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index, write_lengths
 from tests.adapter.training import ADAM, CP2, MOE, MTP, PP2, TP2, VPP2, each_version, full, relative_error, train
 
 LOSS, NORM, PARAMETERS = 1e-6, 1e-5, 1e-5
@@ -147,6 +147,24 @@ def test_datasets(blend, dataset, other, tmp_path):
     flags += ["--dataloader-defer-npy-index-mmap"] if blend == "defer" else []
     assert theirs["evaluations"] or blend == "mock"
     compare(train(2, data, *flags, *PP2.split(), without=without), theirs)
+
+
+def test_cached_indexes_of_former_datasets_are_refused(tmp_path):
+    """Upstream keeps them by the name of a dataset, and of a blend."""
+    data, flags = tmp_path / "corpus", [*GENTLE.split(), "--split", "100,0,0", "--train-iters", "1"]
+    blend = f"1 {data} 1 {data}"
+    cached = ["--data-cache-path", str(tmp_path / "cache")]
+    for lengths in ([60] * 250, [100] * 400, [60] * 125 + [100] * 75):
+        write_lengths(data, np.array(lengths))
+        if lengths[-1] == 60:
+            train(1, str(data), *flags)
+            train(1, blend, *flags, *cached)
+            train(1, str(data), *flags)  # from the cache
+        else:
+            with pytest.raises(RuntimeError, match=f"cached index {data}/cache/.* is not of the documents of {data}: "):
+                train(1, str(data), *flags)
+            with pytest.raises(RuntimeError, match=f"cached index {tmp_path}/cache/.* is not of .*; delete it"):
+                train(1, blend, *flags, *cached)
 
 
 @pytest.mark.parametrize("ends", [True, False])

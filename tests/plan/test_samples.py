@@ -1,5 +1,7 @@
 """The pieces of samples: windows of a stream that is written out token by token, rows of a file, blends."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -74,6 +76,26 @@ def test_pieces_are_those_of_the_stream_written_out(made, data):
     expected = stream.documents if given.whole else stream.pieces
     rows = [row for i, sample in enumerate(chosen) for row in expected(int(given.shuffle_index[sample]), i)]
     assert given.pieces(np.array(chosen, np.int64)).tolist() == rows
+
+
+@given(streams(), st.data())
+def test_arrays_of_other_documents_are_told(made, data):
+    """Whatever number differs: of a length, a document, a window or the order; but where these are as good."""
+    given, _ = made
+    documents = np.arange(len(given.lengths))
+    assert given.misfit(documents) == given.misfit(None) == ""
+    name = data.draw(st.sampled_from(["lengths", "document_index", "sample_index", "shuffle_index"]))
+    changed = getattr(given, name).copy()
+    place = tuple(data.draw(st.integers(0, n - 1)) for n in changed.shape)
+    changed[place] += data.draw(st.sampled_from([1, 2, 50]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_wlb.plan.samples._CHUNK", data.draw(st.sampled_from([1, 2, 1 << 22])))
+        other = replace(given, **{name: changed})
+        if given.misfit(documents) == "" and other.misfit(documents) == "":
+            stream = Stream(other.document_index, other.lengths, other.context_length)
+            begins = [{stream.beginning(i, behind=behind) for behind in (True, False)} for i in range(len(other) + 1)]
+            assert all(tuple(row) in each for row, each in zip(other.sample_index.tolist(), begins, strict=True))
+            assert sorted(other.shuffle_index) == [*range(stream.windows)] and name != "document_index"
 
 
 @given(LENGTHS, st.sampled_from([1, 3, 8]), st.none() | st.integers(0, 3), st.none() | st.integers(1, 60))
