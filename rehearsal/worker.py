@@ -233,8 +233,9 @@ class Run:
         rows = np.array(tokens) / job.parallel.cp
         exchanged = (moved_rows(m.shards, job.model.widest)[rank] for m in plan.micro_batches)
         moved = [(received / n, sent / n) for n, (received, sent) in zip(rows, exchanged, strict=True)]
-        predicted = memory.weight_bytes(job, stage) + memory.step_peak_bytes(job, stage, rows, moved)
-        self._planned = {"tokens": tokens, "predicted": predicted}
+        # Upstream keeps some more between steps where experts overlap.
+        weights = self._kept if job.overlaps_experts else memory.weight_bytes(job, stage)
+        self._planned = {"tokens": tokens, "predicted": weights + memory.step_peak_bytes(job, stage, rows, moved)}
         return found
 
     def _pass(self, way: str, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,6 @@ import torch
 from benchmarks import results
 from benchmarks.gpu import script
 from benchmarks.lengths import f2
-from benchmarks.peers import as_megatron
 from benchmarks.results import Goal, Row, at_least, at_most
 from benchmarks.training_cpu import VOCABULARY, write_dataset
 from megatron_wlb.cli.analyze.report import ratio_of
@@ -42,6 +41,7 @@ from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.hardware.network import Collective
 from megatron_wlb.hardware.profile import gpu_of, load_profile
 from megatron_wlb.job import Job
+from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import Passes, pass_times
 from megatron_wlb.simulate.step import simulate_step, step_of
@@ -326,7 +326,7 @@ def main() -> None:
             job = replaced(pickle.loads(next(folder.glob("wlb*.job")).read_bytes()), case, args.profile)
             found = [{coordinates(rank, job)[0] for rank in side} for side in sides.values()]
             if all(len(ranks) == job.parallel.dp for ranks in found):  # after every rank, in case that the machine goes
-                jobs = {"megatron": as_megatron(job, cp_sharding="per-document"), "wlb": job}
+                jobs = {"megatron": without_wlb(job), "wlb": job}
                 goals = written(args, case, job, rows_of(jobs, sides))
     if not goals:
         sys.exit(

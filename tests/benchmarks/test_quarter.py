@@ -17,9 +17,9 @@ import pytest
 
 from benchmarks.gpu import composed, quarter, ranks, script
 from benchmarks.gpu.quarter import DONE, FAILED, IN_VAIN, NO_TIME, OVER, Quarter, Step
-from benchmarks.peers import as_megatron
 from benchmarks.step_time import Case, job_of
 from megatron_wlb.job import Parallel
+from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.simulate.step import simulate_step
@@ -100,7 +100,7 @@ JOB = job_of(Case("7B PP4", 16384, 16, 1), num_micro_batches=24)
 @pytest.mark.parametrize("ring", [False, True])
 def test_composed_of_predicted_passes_is_what_was_predicted(ring):
     """Passes without communication, in the order in which they run, as single ranks measure them."""
-    job = as_megatron(JOB, cp_sharding="per-document") if ring else JOB
+    job = without_wlb(JOB) if ring else JOB
     rng, count = np.random.default_rng(0), 16 if ring else 24
     documents = [[rng.integers(8, 2000) // 8 * 8 for _ in range(9)] for _ in range(count)]
     documents = [[*map(int, each), -sum(map(int, each)) % job.unit_tokens or job.unit_tokens] for each in documents]
