@@ -87,8 +87,12 @@ def recomputed(
 
 
 def time_per_work(job: Job, unit: Job, samples: Samples, first_sample: int) -> float:
-    """Return the predicted time of the first steps, per work of `unit`; so jobs compare whose work counts otherwise."""
-    return _measured(_scaled(job), samples, first_sample, unit=unit)[0]
+    """Return the predicted time of the first steps, per work of `unit` on all ranks.
+
+    So jobs compare whose work counts otherwise, or that have other data-parallel ranks.
+    """
+    few = _scaled(job)
+    return _measured(few, samples, first_sample, unit=unit)[0] * few.global_batch_size / job.global_batch_size
 
 
 def steps_left(job: Job, samples: Samples, first_sample: int) -> int:

@@ -127,3 +127,12 @@ def test_recomputation_that_is_fastest_within_memory():
     assert tried(needs[whole]) == [whole]
     assert tried(needs[mlp])[0] in (nothing, mlp) and whole not in tried(needs[mlp])
     assert tried(needs[whole] / 100) == []
+
+
+def test_times_per_work_are_of_all_ranks():
+    """Twice the ranks with as many windows each take half as long for the same work."""
+    few, many = (
+        job(context_length=WINDOW, global_batch_size=4 * dp, num_micro_batches=4 * dp, packing=AdaptivePacking(), dp=dp)
+        for dp in (8, 32)
+    )
+    assert time_per_work(few, few, DATA, 0) == pytest.approx(4 * time_per_work(many, few, DATA, 0))
