@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmarks.lengths import f2
 from megatron_wlb import files
 from megatron_wlb.adapter import clock, forecast, report
 from megatron_wlb.cli.main import main
@@ -20,10 +21,12 @@ from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.step import TIME_SHARES, shares, simulate_step
 from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, entries, train
+from tests.cli import analyses
 from tests.cli.commands import refusal
 from tests.jobs import job, samples
 from tests.packing.steps import documents
@@ -75,6 +78,30 @@ def test_what_is_predicted_is_net_of_what_is_switched_off(capsys):
         printed = capsys.readouterr().out
         assert ("without CUDA graphs a step takes 1.00 to " in printed) == ("Net: " in printed) == said
         assert printed.count("> wlb: ") == 1
+
+
+def test_the_start_names_what_is_faster_on_the_same_gpus(capsys):
+    """7B on 64 GPUs within their memory: one window a stage wants more context parallelism, and nothing recomputed."""
+    flags = (
+        "--model llama2-7b --seq-length 131072 --num-gpus 64 --tensor-model-parallel-size 8 --context-parallel-size 2"
+    )
+    flags += " --context-parallel-size 2"
+    stages = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 8 --mock-data --vocab-size 32000"
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    lengths = np.minimum(f2(20_000, 0, 131072), 131072)
+    data = SimpleNamespace(samples=samples(lengths, context_length=131072), first_sample=0)
+    said = {}
+    for windows, more in ((4, ""), (32, ""), (32, full)):
+        run = analyses.run(flags, stages, "--global-batch-size", windows, more).on_device()
+        best, _ = predictions(run.job(), run.job, data.samples, memory_known=True)
+        forecast.tell(best, run, run.arguments, data)
+        said[windows, more] = [line for line in capsys.readouterr().out.splitlines() if "Megatron" not in line]
+    wider = (
+        r"> wlb: with --context-parallel-size \d --pipeline-model-parallel-size [12].* on the same GPUs this run is .*"
+    )
+    assert re.fullmatch(wider, said[4, ""][0]) and len(said[4, ""]) == 1
+    assert not any("recomputation" in line for line in said[32, ""])
+    assert re.fullmatch(r"> wlb: without recomputation this run is predicted to be 1\.\d\d times .*", said[32, full][0])
 
 
 def test_the_line_says_where_the_time_of_a_step_goes(run):
