@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.adapter import compat, datasets, jobs, report
 from megatron_wlb.adapter.clock import attended_squares
+from megatron_wlb.adapter.model import foreign_core
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.describe.adapt import adapt
 from megatron_wlb.describe.flags import add_wlb_arguments
@@ -44,7 +45,6 @@ _ARGUMENTS = {
 }
 """Fields of Bridge's configs whose flags have another name."""
 _LAYER_CODES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-_ATTENTION = ("TEDotProductAttention", "DotProductAttention")
 
 
 def pretrain(config: ConfigContainer, callbacks: Any = None, **settings: Any) -> None:
@@ -270,7 +270,5 @@ def _check_attention(model: Any) -> None:
         stage = {"vp_stage": 0} if "vp_stage" in inspect.signature(spec).parameters else {}
         spec = spec(model, **stage)
     for layer in getattr(spec, "layer_specs", [spec]):
-        core = layer.submodules.self_attention.submodules.core_attention
-        name = getattr(core, "module", core).__name__
-        if name not in _ATTENTION:
+        if name := foreign_core(layer):
             raise ValueError(f"wlb replaces Megatron's core attention, and config.model has {name}; train without wlb")

@@ -281,7 +281,7 @@ class _OfWindows:
 
     def __init__(self, windows: Windows, dataset: Any) -> None:
         self._windows, self._documents = windows, dataset.dataset
-        self._pad: int = dataset._pad_token_id
+        self._pad = -1 if dataset._pad_token_id is None else int(dataset._pad_token_id)
         self._eod, self._masks_eod = dataset.config.tokenizer.eod, dataset.config.eod_mask_loss
         self.masks = self._masks_eod or self._pad >= 0
         prefix = getattr(self._documents, "path_prefix", "mock://")

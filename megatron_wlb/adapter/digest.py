@@ -109,7 +109,8 @@ class Planned:
         window = None if None in metadata.orders else max(filter(None, metadata.orders))
         before, positions = metadata.keys_before(self._backend.spans, window), metadata.positions
         if order is not None:
-            rows_of = order(len(tokens)).to(self._device, non_blocking=True)
+            with self._device:
+                rows_of = order(len(tokens))
             before, positions = before[rows_of], positions[rows_of]
         positions = batch.positions if _learned(self._args) else positions
         rows = _Rows(tokens, positions, before, batch.padding | _spare(tokens, sft=self._args.wlb_sft))
@@ -123,6 +124,10 @@ class Planned:
         return trained if last else None
 
 
+def _here() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 class Upstream:
     """Digests of a run without `--wlb`, of the batches that its own forward step reads."""
 
@@ -130,11 +135,10 @@ class Upstream:
         self._begin()
 
     def _begin(self) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self._part = torch.zeros((), dtype=torch.int64, device=self._device)
-        """Of what this rank has read since the last step, less its targets."""
-        self._means = [torch.zeros(2, 0, dtype=torch.int64, device=self._device)]
-        """Sums of the targets' hashes, and their numbers, of every micro-batch: means are over what a rank has."""
+        self._parts: list[Tensor] = []
+        """Of what this rank has read since the last step, less its targets, int64 [] each."""
+        self._means: list[Tensor] = []
+        """Sums of the targets' hashes, and their numbers, int64 [2, cp]: means are over what a rank has."""
 
     def watching(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap upstream's forward step, to see what it reads."""
@@ -153,7 +157,7 @@ class Upstream:
         batch = next(data_iterator)
         masked = masks_documents(get_args())
         read = {name: given for name, given in batch.items() if masked or name != "attention_mask"}
-        self._add({name: given.to(self._device, non_blocking=True) for name, given in read.items()})
+        self._add({name: given.to(_here(), non_blocking=True) for name, given in read.items()})
         yield batch
 
     def _add(self, batch: dict[str, Tensor]) -> None:
@@ -168,7 +172,7 @@ class Upstream:
         rows, trained = _Rows(*each), batch["loss_mask"].flatten() > 0
         hashes = rows.targets(batch["labels"].flatten(), trained)
         rest = hashes.masked_fill(trained, 0).sum() * _factors(torch.zeros((), device=tokens.device))
-        self._part = self._part + rows.given() + rest
+        self._parts.append(rows.given() + rest)
         # A context-parallel rank has two of so many equal pieces, of conversations or windows.
         piece = 2 * ranks * (own if args.sft else place) // (stops - begins if args.sft else tokens.shape[-1])
         rank = torch.minimum(piece, 2 * ranks - 1 - piece).flatten()
@@ -177,13 +181,14 @@ class Upstream:
 
     def _ended(self) -> Tensor:
         """Return this rank's part of the step, int64 []. A collective call."""
-        hashes, targets = torch.cat(self._means, dim=1)
+        nothing = torch.zeros(2, 0, dtype=torch.int64, device=_here())
+        hashes, targets = torch.cat([nothing, *self._means], dim=1)
         counts = torch.stack((targets.sum(), torch.ones_like(targets).sum()))
         torch.distributed.all_reduce(counts)
         weights = torch.ones_like(targets, dtype=torch.float64)
         if not get_args().calculate_per_token_loss:
             weights = counts[0] / (counts[1] * targets).double()
-        return self._part + (hashes * _factors(weights.float())).sum()
+        return torch.cat([hashes * _factors(weights.float()), *(part[None] for part in self._parts)]).sum()
 
     def logged(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap upstream's `training_log`, to print the digest of what was read since its last call."""

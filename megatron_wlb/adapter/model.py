@@ -42,6 +42,9 @@ class WlbPackedSeqParams(PackedSeqParams):
             self.seq_idx = self.wlb.packed.documents()
 
 
+_CORES = "DotProductAttention", "TEDotProductAttention", "WlbCoreAttention"
+
+
 class WlbCoreAttention(MegatronModule):
     """Core attention over context-parallel shards, with upstream's signature."""
 
@@ -201,14 +204,28 @@ def adapt_mtp(layer: Any, config: Any, options: AttentionOptions) -> None:
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchNorm
 
 
+def foreign_core(layer: Any) -> str:
+    """Return the name of a core attention in the spec of a layer that is not Megatron's, "" if it is."""
+    core = layer.submodules.self_attention.submodules.core_attention
+    core = getattr(core, "func", getattr(core, "module", core))
+    name = getattr(core, "__name__", repr(core))
+    package = getattr(core, "__module__", "").partition(".")[0]
+    return "" if package.startswith("megatron") and name in _CORES else name
+
+
 def check_layer(layer: Any) -> None:
-    """Raise ValueError for the spec of a layer without Megatron's own self-attention."""
+    """Raise ValueError for the spec of a layer without Megatron's own self-attention and core attention."""
     found = getattr(getattr(layer.submodules, "self_attention", None), "module", None)
     inherits = getattr(found, "forward", None) is SelfAttention.forward
     if not inherits and found not in (MLASelfAttention, WlbLatentAttention, WlbLatentExchange):
         raise ValueError(
             f"--wlb: --spec names a layer with {getattr(found, '__name__', 'no self-attention')}, without the forward "
             "pass of Megatron's SelfAttention or MLASelfAttention; leave one of them out"
+        )
+    if core := foreign_core(layer):
+        raise ValueError(
+            f"--wlb has a core attention of its own, and that of the layer is {core}, not Megatron's "
+            "DotProductAttention; leave --wlb out, or --spec or the flag that names it"
         )
 
 

@@ -25,6 +25,7 @@ _REASONS = {
     "makes a model that is no GPT of Megatron-core; pre-train one": (
         "export_kd_teacher_load export_te_mcore_model modelopt_enabled"
     ),
+    "brings a core attention of its own, which --wlb would replace; leave it out": "use_kitchen_attention",
     "is of a former release; give --hybrid-layer-pattern": "hybrid_override_pattern is_hybrid_model",
     "is not supported; leave it out": (
         "enable_mhc_connections heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json "

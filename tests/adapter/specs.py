@@ -2,6 +2,7 @@
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 class SharpAttention(SelfAttention):
@@ -10,6 +11,19 @@ class SharpAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args, **kwargs):
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         return 2 * query, key, value
+
+
+class DoubtfulAttention(DotProductAttention):
+    """A core attention that is not Megatron's."""
+
+
+def doubtful_layer():
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.self_attention.submodules.core_attention = DoubtfulAttention
+    return layer
+
+
+DOUBTFUL = doubtful_layer()
 
 
 def halved_layer(config):

@@ -47,6 +47,7 @@ REFUSED = {
     f"--full-validation --multiple-validation-sets {VPP2}": "--multiple-validation-sets with virtual stages",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention",
+    "--spec tests.adapter.specs DOUBTFUL": "the layer is DoubtfulAttention, not Megatron's DotProductAttention",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
     "--wlb-max-tokens 128": "is 128; it must be from 256, the context window",
     "--wlb-max-tokens 301 --context-parallel-size 2": "give a multiple of 4",

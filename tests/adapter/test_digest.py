@@ -49,6 +49,7 @@ def test_weights_count_and_not_how_they_are_written(dataset, tmp_path):
     """Where all windows are full, targets weigh the same in micro-batches of any size, and by tokens."""
     sizes = ["--micro-batch-size 1", "--micro-batch-size 2", "--calculate-per-token-loss"]
     said = [digested(1, dataset, tmp_path, *each.split(), wlb=False) for each in sizes]
+    assert said[0] == digested(1, dataset, tmp_path, *sizes[1].split())
     masked = [digested(1, dataset, tmp_path, EOD_MASK, *each.split(), wlb=False) for each in sizes]
     assert said[0] == said[1] == said[2]
     assert len({tuple(each) for each in (said[0], *masked)}) == 4

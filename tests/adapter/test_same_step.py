@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
 from megatron_wlb.adapter.datasets import SAMPLED
 from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index, write_lengths
@@ -165,6 +166,13 @@ def test_cached_indexes_of_former_datasets_are_refused(tmp_path):
                 train(1, str(data), *flags)
             with pytest.raises(RuntimeError, match=f"cached index {tmp_path}/cache/.* is not of .*; delete it"):
                 train(1, blend, *flags, *cached)
+
+
+@pytest.mark.parametrize("flags", ["", EOD_MASK])
+def test_tokenizers_without_a_pad_token(flags, dataset, monkeypatch):
+    monkeypatch.setattr(NullTokenizer, "pad_id", None)
+    theirs = train(1, dataset, *GENTLE.split(), *flags.split(), wlb=False)
+    compare(train(2, dataset, *GENTLE.split(), *flags.split(), *CP2.split()), theirs)
 
 
 @pytest.mark.parametrize("ends", [True, False])
