@@ -238,10 +238,10 @@ def _faster(entries: dict[str, Any]) -> Iterator[str]:
     found += [(each, each["flags"]) for each in entries["layouts"][:1]]
     for each, flags in found:
         if each["gain"] >= WORTH:
-            there = f", of which Megatron there has {each['megatron']:.2f}" if each.get("megatron") else ""
+            there = f"; Megatron there is {each['megatron']:.2f} times as fast" if each.get("megatron") else ""
             yield (
                 f"With {flags} on the same GPUs, --wlb is predicted to be {each['gain']:.2f} times as fast as here, "
-                f"with {each['gib']:.0f} GiB a GPU: over {TITLES['thd']}, here {each['speedup']:.2f} times{there}."
+                f"with {each['gib']:.0f} GiB a GPU. Over {TITLES['thd']}, here it is {each['speedup']:.2f} times{there}."
             )
 
 
