@@ -241,7 +241,7 @@ def _faster(entries: dict[str, Any]) -> Iterator[str]:
             there = f"; Megatron there is {each['megatron']:.2f} times as fast" if each.get("megatron") else ""
             yield (
                 f"With {flags} on the same GPUs, --wlb is predicted to be {each['gain']:.2f} times as fast as here, "
-                f"with {each['gib']:.0f} GiB a GPU. Over {TITLES['thd']}, here it is {each['speedup']:.2f} times{there}."
+                f"with {each['gib']:.0f} GiB a GPU. Over {TITLES['thd']} here it is {each['speedup']:.2f} times{there}."
             )
 
 
