@@ -1,9 +1,9 @@
 """A digest of all that a step trains, whatever the order and the micro-batches, with `--wlb` and without.
 
 It is the sum, modulo 2^64, of two hashes of every token, made on the device: of what the model is given, that is token,
-position and the keys that the mask lets it see, and of what the loss is given besides, that is target and weight. The
-weight of a target is the step's number of targets times its share in the step's loss. It sees no kernels, no exchange
-and no gradients, and of multi-token prediction only the main loss.
+position and all keys that the token sees, after their exchange, and of what the loss is given besides, that is target
+and weight. The weight of a target is the step's number of targets times its share in the step's loss. It sees no
+kernels and no gradients, and of multi-token prediction only the main loss.
 """
 
 import functools
@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_wlb.adapter.data import Batch
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.plan.mock import FINALIZER, GOLDEN
+from megatron_wlb.runtime.all_to_all import seen_sums
 from megatron_wlb.runtime.backends.protocol import Backend
 
 
@@ -45,12 +46,17 @@ def _factors(weights: Tensor) -> Tensor:
     return _mixed(weights.view(torch.int32).long()) | 1
 
 
+def _keys(tokens: Tensor, positions: Tensor) -> Tensor:
+    """Return hashes of what keys are made from."""
+    return _mixed(tokens << 32 ^ positions)
+
+
 class _Rows:
     """Hashes of rows, int64 [s] each. Without a target, `spare` rows (bool [s]) do not count: padding."""
 
-    def __init__(self, tokens: Tensor, positions: Tensor, before: Tensor, spare: Tensor) -> None:
-        """`before`: keys that a row sees before its own."""
-        self._hashes, self._spare = _mixed(_mixed(tokens << 32 ^ positions) ^ before), spare
+    def __init__(self, keys: Tensor, seen: Tensor, spare: Tensor) -> None:
+        """`keys`: `_keys`; `seen`: their sum over all that a row sees."""
+        self._hashes, self._spare = _mixed(keys ^ seen), spare
 
     def given(self) -> Tensor:
         """Return the sum over what the model is given."""
@@ -107,13 +113,12 @@ class Planned:
         assert batch.tokens is not None and batch.positions is not None and batch.padding is not None
         metadata, tokens = batch.metadata, batch.tokens[0]
         window = None if None in metadata.orders else max(filter(None, metadata.orders))
-        before, positions = metadata.keys_before(self._backend.spans, window), metadata.positions
-        if order is not None:
-            with self._device:
-                rows_of = order(len(tokens))
-            before, positions = before[rows_of], positions[rows_of]
-        positions = batch.positions if _learned(self._args) else positions
-        rows = _Rows(tokens, positions, before, batch.padding | _spare(tokens, sft=self._args.wlb_sft))
+        with self._device:
+            at = torch.arange(len(tokens)) if order is None else order(len(tokens))
+        keys = _keys(tokens, batch.positions if _learned(self._args) else metadata.positions[at])
+        seen = torch.empty_like(keys).index_copy_(0, at, keys)
+        seen = seen_sums(seen, metadata, self._backend.spans, window, mpu.get_context_parallel_group())[at]
+        rows = _Rows(keys, seen, batch.padding | _spare(tokens, sft=self._args.wlb_sft))
         if first:
             self.part = self.part + rows.given()
 
@@ -166,10 +171,12 @@ class Upstream:
         begins, stops = _bounds(batch, place)
         own = place - begins
         window = _window(args)
-        before = own if window is None else own.clamp(max=window)
-        positions = batch["position_ids"] if _learned(args) else own
-        each = (x.flatten() for x in (tokens, positions, before, _spare(tokens, sft=args.sft)))
-        rows, trained = _Rows(*each), batch["loss_mask"].flatten() > 0
+        first = begins if window is None else torch.maximum(begins, place - window)
+        keys = _keys(tokens, batch["position_ids"] if _learned(args) else own)
+        sums = torch.nn.functional.pad(keys.cumsum(-1), (1, 0))
+        seen = sums[:, 1:] - sums.gather(1, first)
+        rows = _Rows(*(x.flatten() for x in (keys, seen, _spare(tokens, sft=args.sft))))
+        trained = batch["loss_mask"].flatten() > 0
         hashes = rows.targets(batch["labels"].flatten(), trained)
         rest = hashes.masked_fill(trained, 0).sum() * _factors(torch.zeros((), device=tokens.device))
         self._parts.append(rows.given() + rest)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wlb.documents import Keys
-from megatron_wlb.runtime.backends.protocol import keys_and_values
+from megatron_wlb.runtime.backends.protocol import Spans, keys_and_values
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
 
 _all_to_all = dist.all_to_all_single
@@ -69,6 +69,29 @@ def finish(pool: Tensor, work: dist.Work | None, part: Part) -> Tensor:
     if work is not None:
         work.wait()
     return pool if part.keys_are_rows else pool.index_select(0, part.gather)
+
+
+def seen_sums(
+    x: Tensor, metadata: ShardMetadata, spans: Spans, window: int | None, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Return the sum of x, int64 [s], over the keys that each local row sees in layers of this window, int64 [s].
+
+    The keys are those that arrive, as K and V do, and tables tell which of them a row sees. Sums wrap around.
+    """
+    total = torch.zeros_like(x)
+    for part in metadata.parts_of(window):
+        keys = finish(*begin(x[part.rows], part, group), part)
+        sums = torch.cat((keys.new_zeros(1), keys.cumsum(0)))
+        for call, table in zip(part.calls, part.tables, strict=True):
+            rows = torch.arange(call.rows.stop - call.rows.start, dtype=table.dtype, device=table.device)
+            ends, first, stop = spans(table)
+            entry = torch.searchsorted(ends, rows, right=True)
+            begins, stops = first[entry], stop[entry]
+            if part.causal:
+                stops = stops - ends[entry] + rows + 1  # aligned to the bottom right
+                begins = begins if window is None else torch.maximum(begins, stops - 1 - window)
+            total[part.rows][call.rows] += sums[stops] - sums[begins]
+    return total
 
 
 class Sum:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_wlb.documents import Keys, Round, Shard, ShardPlan
-from megatron_wlb.runtime.backends.protocol import Encoding, Spans
+from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.sharding.routing import document_begins, exchange, positions
 from megatron_wlb.sharding.routing import rows as held_rows
 
@@ -195,27 +195,6 @@ class ShardMetadata:
                 )
             )
         return tuple(found)
-
-    def keys_before(self, spans: Spans, window: int | None) -> Tensor:
-        """Return how many keys before its own each local row sees in layers of this window, int64 [s], by the tables.
-
-        In a table that ends a row's keys elsewhere than with its own, the difference counts in the upper half. Of keys
-        of other ranks that come in shares, only the number is known.
-        """
-        before = torch.zeros(self.num_rows, dtype=torch.int64, device=self.integers.device)
-        for part in self.parts_of(window):
-            for call, table in zip(part.calls, part.tables, strict=True):
-                rows = torch.arange(call.rows.stop - call.rows.start, dtype=table.dtype, device=table.device)
-                ends, first, stop = spans(table)
-                entry = torch.searchsorted(ends, rows, right=True)
-                ends, first, stop = ends[entry], first[entry], stop[entry]
-                seen = (stop - first).long()
-                if part.causal:
-                    own = part.own_keys[call.rows]
-                    seen = own - first if window is None else (own - first).clamp(max=window)
-                    seen += own - (stop - ends + rows) << 32
-                before[part.rows][call.rows] += seen
-        return before
 
     def parts_of(self, window: int | None) -> tuple[Part, ...]:
         """Return the parts of a layer with this window. Raises ValueError for one that was not built."""

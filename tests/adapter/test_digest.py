@@ -131,6 +131,14 @@ def see_before(cls, plan, cp_rank, encode, *args, **kwargs):
     return BUILD(cls, plan, cp_rank, shifted, *args, **kwargs)
 
 
+def send_others(cls, plan, *args, **kwargs):
+    """An exchange of wrong rows."""
+    metadata = BUILD(cls, plan, *args, **kwargs)
+    for part in metadata.parts:
+        part.sent_rows[:2] = part.sent_rows[2:4].clone() if len(part.sent_rows) > 3 else part.sent_rows[:2]
+    return metadata
+
+
 def twice(first, batch, others, count):
     for i, each in enumerate(OF_STEP(first, batch, others, count)):
         yield batch if i == 1 and batch.metadata.num_rows == each.metadata.num_rows else each
@@ -158,6 +166,7 @@ FAULTS = [
     ("", lambda: (loss, "weights", weigh)),
     ("", lambda: (training, "token_loss", lose)),
     ("", lambda: (ShardMetadata, "build", classmethod(see_before))),
+    ("", lambda: (ShardMetadata, "build", classmethod(send_others))),
     ("--wlb-packing megatron", lambda: (training, "_of_step", twice)),
     ("", lambda: (Windows, "pieces", sample_twice)),
     ("", lambda: (data.Reading, "rows", shift_read)),
@@ -181,7 +190,7 @@ def right(dataset, tmp_path_factory):
 
 @pytest.mark.parametrize(("flags", "fault"), FAULTS)
 def test_other_training_has_other_digests(flags, fault, dataset, tmp_path, right, monkeypatch):
-    """Positions, inputs, targets, weights, and the boundaries of the mask, wherever they go wrong."""
+    """Positions, inputs, targets, weights, boundaries of the mask and keys of other ranks, wherever they go wrong."""
     expected = right(flags)
     monkeypatch.setattr(*fault())
     found = digested(2, dataset, tmp_path, EOD_MASK, *CP2.split(), *flags.split())

@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_wlb.runtime import all_to_all
-from megatron_wlb.runtime.all_to_all import exchange_rows
+from megatron_wlb.runtime.all_to_all import exchange_rows, seen_sums
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.backends.cpu import CpuBackend
+from megatron_wlb.runtime.backends.flash import AtenBackend
 from megatron_wlb.runtime.backends.protocol import side_by_side
+from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.covering import covering
 from tests.runtime.calls import Float64
@@ -198,3 +201,26 @@ def test_a_rank_whose_documents_live_nowhere_else_takes_part():
 def test_only_documents_on_several_ranks_are_exchanged():
     # Per sequence, documents of which every rank holds whole ones need no communication at all.
     assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [([], [])] * 2
+
+
+def _summed(x):
+    """The sums of rows of `x`, int64 [S], over the keys that they see, by sharding, window and backend; and the right
+    ones."""
+    cp, rank, found = dist.get_world_size(), dist.get_rank(), []
+    for sharding, _, window in WAYS.values():
+        plan = _plan(LENGTHS, sharding, cp)
+        rows = local_rows(plan, rank)
+        position = torch.cat([torch.arange(n) for n in LENGTHS])
+        first = torch.arange(len(x)) - (position if window is None else position.clamp(max=window))
+        right = torch.stack([x[a : b + 1].sum() for a, b in zip(first, range(len(x)), strict=True)])
+        for backend in (CpuBackend, AtenBackend, TeBackend):
+            metadata = ShardMetadata.build(plan, rank, backend.encode, (window,))
+            found.append((seen_sums(x[rows], metadata, backend.spans, window, dist.group.WORLD), right[rows]))
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_sums_over_the_keys_that_arrive(cp):
+    x = torch.from_numpy(np.random.default_rng(0).integers(-(1 << 63), (1 << 63) - 1, sum(LENGTHS)))
+    for found in run_world(_summed, cp, x):
+        assert all(torch.equal(*each) for each in found)

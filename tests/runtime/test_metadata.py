@@ -6,8 +6,6 @@ import numpy as np
 import torch
 
 from megatron_wlb.runtime.backends import BACKENDS
-from megatron_wlb.runtime.backends.cpu import CpuBackend
-from megatron_wlb.runtime.backends.flash import AtenBackend
 from megatron_wlb.runtime.backends.protocol import varlen
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -39,22 +37,6 @@ def test_rows_and_positions_follow_the_plan(sharding, cp):
     assert ShardMetadata.build(plan, 0, varlen).packed is None
     alone = ShardMetadata.build(shard(LENGTHS, job()), 0, varlen, linear=True).packed
     assert torch.equal(alone.from_ranks, torch.arange(184))  # a single rank has no all-to-all that could order rows
-
-
-@covering(sharding=SHARDINGS, cp=[1, 2, 4], backend=[CpuBackend, AtenBackend, TeBackend], window=[None, 7])
-def test_rows_see_the_keys_of_their_document(sharding, cp, backend, window):
-    """By the tables: as many as the row's position, or in a window at most so many; one boundary off is seen."""
-
-    def shifted(key_begins, segments):
-        return backend.encode(key_begins + 1, segments)
-
-    plan = sharding(LENGTHS, cp)
-    for rank in range(cp):
-        metadata = ShardMetadata.build(plan, rank, backend.encode, (window,))
-        before = metadata.keys_before(backend.spans, window)
-        assert torch.equal(before, metadata.positions if window is None else metadata.positions.clamp(max=window))
-        wrong = ShardMetadata.build(plan, rank, shifted, (window,)).keys_before(backend.spans, window)
-        assert not torch.equal(wrong, before)
 
 
 def test_te_is_given_few_numbers_of_entries():
