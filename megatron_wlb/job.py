@@ -6,9 +6,10 @@
 import math
 from abc import abstractmethod
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from msgspec import Meta
 
 import megatron_wlb._native as _native
 from megatron_wlb.documents import Policy, document_work
@@ -16,7 +17,7 @@ from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import Matrix, ModelShape
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from megatron_wlb.pipeline.split import EVEN, Split
-from megatron_wlb.settings import Settings, plain, setting
+from megatron_wlb.settings import Count, Name, Settings, Share, Size, SizeOrNone, checked, setting
 
 MAX_TOKENS = _native.MAX_TOKENS
 """Longest micro-batch whose work is exact in 64 bits, with room for sums over a global batch."""
@@ -24,7 +25,6 @@ FP32 = 4
 """Bytes of an fp32 value, such as a gradient."""
 NUM_TILES = 4
 """Sizes of tiles in which layers run, each half of the next larger one; see `Job.tiles`."""
-CP_EXCHANGES = ("shared", "latents", "all", "ring")
 STRATEGIES = {
     "per-sequence": ("per-sequence",),
     "per-document": ("per-document",),
@@ -39,28 +39,25 @@ STRATEGIES = {
 class Parallel:
     """The parallel layout. Ranks are numbered by TP, CP, DP and PP, or as `stages_before_dp` says."""
 
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    vpp: int = 1
+    tp: Count = 1
+    cp: Count = 1
+    pp: Count = 1
+    vpp: Count = 1
     """Virtual stages (model chunks) of a pipeline stage; more than one means interleaved 1F1B."""
-    dp: int = 1
-    ep: int = 1
-    etp: int | None = None
+    dp: Count = 1
+    ep: Count = 1
+    etp: Count | None = None
     """Tensor-parallel ranks of an expert; None: TP."""
     sequence_parallel: bool = True
     """Tensor-parallel ranks divide the sequence between attention and MLP."""
-    group_size: int | None = None
+    group_size: Count | None = None
     """`--microbatch-group-size-per-virtual-pipeline-stage`; None: `even_groups`. Megatron's default is PP."""
     split: Split = EVEN
     stages_before_dp: bool = False
     """`--use-tp-pp-dp-mapping`: ranks are numbered by TP, CP, PP and DP."""
 
     def __post_init__(self) -> None:
-        plain(self)
-        for name in ("tp", "cp", "pp", "vpp", "dp", "ep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; a parallel size must be at least 1")
+        checked(self)
         if self.tp * self.cp * self.dp % self.expert_ranks:
             raise ValueError(
                 f"{self.ep} expert-parallel x {self.expert_tp} expert-tensor-parallel ranks do not divide tp x cp "
@@ -116,12 +113,15 @@ class Parallel:
 class Recompute:
     """Activation recomputation, by the names and values of Megatron's flags."""
 
-    granularity: str | None = None
+    granularity: Annotated[str, Meta(pattern=r"\A(full|selective)\Z")] | None = None
     """full: a layer keeps its input only; selective: it drops `modules`; None: nothing is recomputed."""
-    method: str | None = None
+    method: Annotated[str, Meta(pattern=r"\A(block|uniform)\Z")] | None = None
     """block: recompute `num_layers` of each virtual stage; uniform: `num_layers` at a time from a shared input."""
-    num_layers: int | None = None
-    modules: tuple[str, ...] = ()
+    num_layers: SizeOrNone | None = None
+    modules: tuple[Name, ...] = ()
+
+    def __post_init__(self) -> None:
+        checked(self)
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -208,15 +208,15 @@ class Job:
 
     model: ModelShape
     parallel: Parallel = Parallel()
-    context_length: int
+    context_length: Size
     """The context window C (`--seq-length`): longer documents are cut there."""
-    num_micro_batches: int
+    num_micro_batches: Count
     """M, micro-batches of a step, over all data-parallel ranks."""
-    global_batch_size: int
+    global_batch_size: Size
     """N: a step trains N context windows of tokens on average."""
-    max_tokens: int
+    max_tokens: Size
     """S_max, the longest micro-batch; at least the context window."""
-    crossover_tokens: int
+    crossover_tokens: Annotated[int, Meta(ge=1, le=1 << 62)]
     """Lc, the document length at which attention costs as much as everything else in a layer without a window."""
     packing: Packing
     sharding: Sharding = Sharding()
@@ -224,7 +224,7 @@ class Job:
     """Place and order micro-batches by work. False keeps the order of packing, as Megatron does."""
     whole_documents: bool = False
     """A step trains whole documents, so that its tokens vary (`--wlb-documents whole`)."""
-    cp_exchange: str = "shared"
+    cp_exchange: Annotated[str, Meta(pattern=r"\A(shared|latents|all|ring)\Z")] = "shared"
     """Which K and V context-parallel ranks exchange. shared: needed rows of documents on several ranks, in rounds.
     latents: the same rows as latents, before attention. all: all documents by one all-gather, as in the paper. ring:
     all documents from rank to rank (`--cp-comm-type p2p`)."""
@@ -233,30 +233,27 @@ class Job:
     overlaps_experts: bool = False
     """A forward and a backward pass run by turns (`pipeline.Schedule`): `--overlap-moe-expert-parallel-comm`."""
     profile: Profile
-    tp_overlap: float = 0.0
+    tp_overlap: Share = 0.0
     """Share of tensor-parallel communication that overlaps matrix products: `--tp-comm-overlap`."""
-    tp_tile_rows: int = 0
+    tp_tile_rows: SizeOrNone = 0
     """Rows of the largest tile, over tensor-parallel ranks, see `tiles`; 0: communication overlaps in any rows."""
-    bytes_per_value: int = 2
+    bytes_per_value: Annotated[int, Meta(ge=1, le=8)] = 2
     """Of the activations."""
-    precision: str = "bf16"
+    precision: Name = "bf16"
     """Of a layer's products: bf16, `--fp8-recipe`, or nvfp4; see `Profile.gain`."""
     fp8_attention: bool = False
     """`--fp8-dot-product-attention`."""
-    moe_dispatcher: str = "alltoall"
+    moe_dispatcher: Annotated[str, Meta(pattern=r"\A(allgather|alltoall|flex)\Z")] = "alltoall"
     """`--moe-token-dispatcher-type`: allgather, alltoall or flex."""
-    row_multiple: int = 1
+    row_multiple: Count = 1
     """Row alignment of FP8 and FP4 kernels on a rank."""
     hidden_dropout: bool = False
     recompute: Recompute = Recompute()
-    offloaded_layers: int = 0
+    offloaded_layers: SizeOrNone = 0
     """Layers whose activations are in host memory until backward (`--cpu-offloading-num-layers`)."""
 
     def __post_init__(self) -> None:
-        plain(self)
-        for name in ("context_length", "global_batch_size", "num_micro_batches", "crossover_tokens", "row_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        checked(self)
         self._check_offloading()
         self._check_tokens()
         self._check_micro_batches()
@@ -268,8 +265,6 @@ class Job:
                 f"the work of {self.num_micro_batches} micro-batches of {self.max_tokens} tokens at a crossover of "
                 f"{self.crossover_tokens} overflows 64 bits; lower one of them"
             )
-        if self.cp_exchange not in CP_EXCHANGES:
-            raise ValueError(f"cp_exchange is {self.cp_exchange!r}; choose one of {', '.join(CP_EXCHANGES)}")
         if self.cp_exchange == "latents" and not self.model.kv_lora_rank:
             raise ValueError("cp_exchange is 'latents', and the model has none; choose another")
 
@@ -450,5 +445,6 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
         if isinstance(value, dict):
             changes += differences(old if isinstance(old, dict) else {}, value, f"{prefix}{name}.")
         elif old != value and not (isinstance(value, tuple) and list(value) == old):
-            changes.append(f"{prefix}{name} {old} -> {value}")
+            text = f"{prefix}{name} {old} -> {value}"  # of a file, maybe
+            changes.append("".join(c if c.isprintable() else " " for c in text))
     return changes

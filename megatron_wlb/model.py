@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_wlb.settings import Count, Size, SizeOrNone, checked
+
 FULL, WINDOWED, MLP, EXPERTS, DELTA_NET, MAMBA = "*", "W", "-", "E", "G", "M"
 """Kinds of layers, and parts of them: attention to all of a document or in a window, an MLP, experts, a gated delta
 net, Mamba."""
@@ -40,14 +42,17 @@ class Matrix(NamedTuple):
 class Mixer:
     """What a layer has in the place of attention, over all heads: a convolution and a scan of projected rows."""
 
-    projected: int
+    projected: Size
     """Values that a row is projected to; all of them go to the ranks of their heads."""
-    inner: int
+    inner: Size
     """Values that come back, and are projected to the hidden state."""
-    scan: int
+    scan: Size
     """Multiplications that the scan does for a row, so many as weights would."""
-    kept: int
+    kept: Size
     """Values that its kernels keep of a row for backward; two for one in fp32."""
+
+    def __post_init__(self) -> None:
+        checked(self)
 
 
 def gated_delta_net(*, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Mixer:
@@ -76,37 +81,37 @@ def mamba(*, heads: int, head_dim: int, groups: int, state_dim: int) -> Mixer:
 class ModelShape:
     """A decoder-only model with untied embeddings. Raises ValueError for sizes that are none."""
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
+    num_layers: Count
+    hidden_size: Count
+    ffn_hidden_size: Size
     """Summed over all experts that a token goes to, including shared ones."""
-    num_attention_heads: int
-    num_query_groups: int
-    padded_vocab_size: int
+    num_attention_heads: Count
+    num_query_groups: Count
+    padded_vocab_size: SizeOrNone
     """0 omits the embedding and the output layer."""
-    kv_channels: int = 128
+    kv_channels: Count = 128
     """Values of a query head and of a key head."""
-    v_head_dim: int = 0
+    v_head_dim: SizeOrNone = 0
     """Values of a value head; 0: `kv_channels`."""
-    kv_lora_rank: int = 0
+    kv_lora_rank: SizeOrNone = 0
     """Multi-latent attention: values of the latent of a token's keys and values; 0: none."""
-    q_lora_rank: int = 0
+    q_lora_rank: SizeOrNone = 0
     """Values of the latent of queries; 0: none."""
-    qk_pos_emb_head_dim: int = 0
+    qk_pos_emb_head_dim: SizeOrNone = 0
     """Rotated values of a key, which all heads share."""
     gated_linear_unit: bool = True
     qk_layernorm: bool = False
     """Norms of Q and K."""
-    moe_router_topk: int = 0
+    moe_router_topk: SizeOrNone = 0
     """Experts that a token goes to; 0: a dense model."""
-    num_experts: int = 0
+    num_experts: SizeOrNone = 0
     """Experts of a layer; 0: those of a token."""
-    shared_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: SizeOrNone = 0
     """The part of `ffn_hidden_size` that is of shared experts."""
-    mtp_num_layers: int = 0
+    mtp_num_layers: SizeOrNone = 0
     """Layers for multi-token prediction, on the last stage: each with a joining matrix before and the output layer
     after it."""
-    window: int | None = None
+    window: SizeOrNone | None = None
     """Keys that a query sees before its own in layers with a window."""
     pattern: str = FULL
     """Kinds of the layers, over and over, a letter each; but for a hybrid model, an MLP or experts follow in each."""
@@ -114,16 +119,13 @@ class ModelShape:
     """Layers are one part each, and MLPs layers of their own, as of `--hybrid-layer-pattern`."""
     delta_net: Mixer | None = None
     mamba: Mixer | None = None
-    dense_ffn_hidden_size: int = 0
+    dense_ffn_hidden_size: SizeOrNone = 0
     """Of MLPs in a hybrid model that has experts, too; 0: `ffn_hidden_size`."""
     output_gate: bool = False
     """Queries are projected with a gate of their size (`--attention-output-gate`)."""
 
     def __post_init__(self) -> None:
-        sizes = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels"
-        for name in sizes.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; a size of a model must be at least 1")
+        checked(self)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_query_groups (--num-query-groups) is {self.num_query_groups}, which does not divide "

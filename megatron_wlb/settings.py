@@ -1,13 +1,29 @@
 """Settings, each defined once, with default and checks; flags follow."""
 
 import argparse
+import functools
+import inspect
 import re
 from collections.abc import Callable
-from dataclasses import field, fields
+from dataclasses import field, fields, is_dataclass
 from shlex import quote
-from typing import Any, Self
+from types import UnionType
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
+import msgspec
 import numpy as np
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Size = Annotated[int, Meta(ge=1, le=1 << 40)]
+SizeOrNone = Annotated[int, Meta(ge=0, le=1 << 40)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Rate = Annotated[float, Meta(ge=1e-6, le=1e9)]
+Time = Annotated[float, Meta(ge=0, le=1e9)]
+Name = Annotated[
+    str, Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f]*\Z")
+]
+"""Numbers in their ranges, and text without control characters, which would write to the terminal and forge lines."""
 
 
 def setting(
@@ -46,6 +62,8 @@ class Settings:
                 continue
             if not isinstance(value, int | float) or not least <= value <= most:
                 raise ValueError(f"{flag(f.name)} is {value!r}; it must be from {least} to {most}")
+        for f in fields(self):  # type: ignore[arg-type]
+            within(flag(f.name), getattr(self, f.name), f.type)
         self.check()
 
     def check(self) -> None:
@@ -75,6 +93,59 @@ def plain(described: Any) -> None:
     for f in fields(described):
         if isinstance(value := getattr(described, f.name), np.generic):
             object.__setattr__(described, f.name, value.item())
+
+
+def checked(described: Any) -> None:
+    """Do `plain`, and check types and the ranges that stand beside them (`msgspec.Meta`). Raises ValueError."""
+    plain(described)
+    for f in fields(described):
+        within(f.name, getattr(described, f.name), f.type)
+
+
+def within(name: str, value: Any, kind: Any) -> Any:
+    """Return a value, NumPy's number as Python's. Raises ValueError, naming it, if not of a type and in its range."""
+    value = value.item() if isinstance(value, np.generic) else value
+    own = [each for each in _kinds(kind) if isinstance(each, type) and each not in (int, float, bool, str)]
+    if isinstance(value, tuple(own)):
+        return value
+    try:
+        if len(own) == len(_kinds(kind)):
+            raise TypeError
+        msgspec.convert(value, kind, from_attributes=isinstance(value, tuple))
+    except (msgspec.ValidationError, TypeError) as error:
+        wanted = str(error) if isinstance(error, msgspec.ValidationError) else getattr(kind, "__name__", str(kind))
+        wanted = wanted.removeprefix("Expected ").replace("`", "").replace("null", "None")
+        raise ValueError(f"{name} is {_short(value)}; it must be {wanted}") from None
+    return value
+
+
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def in_range[F: Callable[..., Any]](function: F) -> F:
+    """Check the arguments of a function as `checked` does fields, but for arrays, sequences and objects."""
+    signature = inspect.signature(function)
+
+    def is_checked(kind: Any) -> bool:
+        known = (int, float, bool, str, type(None))
+        return all(each in known or hasattr(each, "__metadata__") or is_dataclass(each) for each in _kinds(kind))
+
+    names = {name for name, each in signature.parameters.items() if is_checked(each.annotation)}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        for name in bound.arguments.keys() & names:
+            bound.arguments[name] = within(name, bound.arguments[name], signature.parameters[name].annotation)
+        return function(*bound.args, **bound.kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def flag(name: str) -> str:

@@ -38,6 +38,8 @@ from rehearsal.build import transformer_engine
 from rehearsal.run import chosen, rehearse, verdict
 from rehearsal.task import GPUS, Task
 
+MOST_GIB = 1024
+"""Most memory of a card."""
 TITLES = ("rank", "predicted", "allocated", "reserved", "retries", "syncs", "copies", "launches", "NCCL calls")
 
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run with --wlb printed; - for standard input")
     parser.add_argument("--gpu", choices=GPUS, required=True)
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of the card; default: its profile's")
+    parser.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="memory of the card; default: its profile's")
     parser.add_argument("--ranks", default="auto", help="to run: all, or some as 0,17; default: one of every kind")
     parser.add_argument("--steps", type=integer(1, 1 << 14), default=6, metavar="K", help="steps to run; default: 6")
     parser.add_argument("--json", metavar="FILE", help="numbers to write; - for standard output")
@@ -121,7 +123,9 @@ def task_of(args: argparse.Namespace, command: list[str], notes: list[str]) -> t
     modelled = wlb and not (arguments.fp8 or arguments.fp4)
     if wlb and not modelled:
         notes.append("Predicted is the memory of bf16, not of FP8 or FP4.")
-    gpu = msgspec.structs.replace(GPUS[args.gpu], gib=args.gpu_memory or GPUS[args.gpu].gib)
+    gpu = msgspec.structs.replace(
+        GPUS[args.gpu], gib=GPUS[args.gpu].gib if args.gpu_memory is None else args.gpu_memory
+    )
     mocks = _mocks(arguments, launched, notes)
     if wlb and mocks and not stated.get("mock_data") and stated.get("wlb_mock_lengths") is None:
         stated, flags = stated | {"wlb_mock_lengths": "F2"}, [*flags, "--wlb-mock-lengths", "F2"]
@@ -199,9 +203,18 @@ def _mocks(arguments: MegatronArguments, launched: Launched, notes: list[str]) -
 def _ranks(text: str, parallel: Parallel) -> list[int]:
     if text in ("all", "auto"):
         return chosen(parallel, every=text == "all")
-    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) or not all(int(r) < parallel.num_gpus for r in text.split(",")):
-        raise ValueError(f"--ranks {text[:40]} must be auto, all, or ranks below {parallel.num_gpus}, as 0,17")
-    return sorted({int(r) for r in text.split(",")})
+    ranks = [*map(int, text.split(","))] if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text) else []
+    if not ranks or max(ranks) >= parallel.num_gpus or len({*ranks}) < len(ranks):
+        raise ValueError(
+            f"--ranks {text[:40]} must be auto, all, or different ranks below {parallel.num_gpus}, as 0,17"
+        )
+    return sorted(ranks)
+
+
+def _gib(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,9})?", text) or not 1 <= float(text) <= MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text!r} must be GiB from 1 to {MOST_GIB}")
+    return float(text)
 
 
 if __name__ == "__main__":

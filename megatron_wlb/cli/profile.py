@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_wlb import files
 from megatron_wlb.cli.common import progress, write_json, writer
 from megatron_wlb.cli.job import add_model_flag
 from megatron_wlb.cli.launch import read_flags
@@ -115,7 +116,7 @@ def _fit(
     kernel, error = fit_directions(shards, us, model.num_attention_heads, TILE_ROWS[target.device])
     flops = 2e-6 * model.token_weights  # TFLOP/s x us per token
     measured = dict(
-        name=Path(args.output).stem if args.output != "-" else target.backend.name,
+        name=files.printable(Path(args.output).stem)[:200] if args.output != "-" else target.backend.name,
         **kernel,
         linear_tflops=(rounded(flops / linear_us[0]), rounded(2 * flops / linear_us[1])),
         head_size=model.head_size,

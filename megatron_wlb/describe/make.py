@@ -3,10 +3,10 @@
 import contextlib
 import math
 from dataclasses import replace
-from operator import index
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from megatron_wlb.cost.attention import expansion
 from megatron_wlb.describe.flags import PlanSettings
@@ -15,6 +15,7 @@ from megatron_wlb.job import MAX_TOKENS, Job, Packing, Parallel, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.settings import Count, Size, in_range, within
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
 from megatron_wlb.simulate.passes import crossover
@@ -24,24 +25,25 @@ LATENTS_GAIN = 0.01
 """By so much latents have to be faster: documents of other lengths change as much."""
 
 
+@in_range
 def make_job(
     *,
     model: ModelShape,
-    context_length: int,
-    global_batch_size: int,
+    context_length: Size,
+    global_batch_size: Size,
     parallel: Parallel | None = None,
     packing: Packing | None = None,
     sharding: Sharding | None = None,
     settings: PlanSettings | None = None,
     default_profile: str = "flops",
-    budget_bytes: float | None = None,
+    budget_bytes: Annotated[float, Meta(ge=-(1 << 60), le=1 << 60)] | None = None,
     tight: bool = False,
     **given: Any,
 ) -> Job:
     """Build the job that settings describe, filling in what they leave open.
 
     `context_length` is the window C in tokens, `global_batch_size` N, the windows that a step trains on average.
-    `default_profile` and `budget_bytes` (memory for activations; None: no limit) apply where settings name none, and
+    `default_profile` and `budget_bytes` (memory for activations, below 0 where weights alone take more; None: no limit) apply where settings name none, and
     `tight` where they name no S_max: it is then the least instead of the default. `given` are other fields of `Job`,
     which take precedence. Raises ValueError for contradictory settings, for an S_max that does not fit memory, and for
     windows that do not fit it with Megatron alone either.
@@ -49,17 +51,17 @@ def make_job(
     settings, parallel = settings or PlanSettings(), parallel or Parallel()
     if settings.memory_budget is not None:
         budget_bytes = settings.memory_budget * 2**30
-    window, windows = index(context_length), index(global_batch_size)
-    count = index(
-        given.pop("num_micro_batches", windows if settings.micro_batches == "auto" else settings.micro_batches)
-    )
+    window, windows = context_length, global_batch_size
+    count = given.pop("num_micro_batches", windows if settings.micro_batches == "auto" else settings.micro_batches)
+    count = within("num_micro_batches", count, Count)
+    given = {name: within(name, value, Job.__annotations__.get(name, Any)) for name, value in given.items()}
     fields: dict[str, Any] = {
         "model": model,
         "parallel": parallel,
         "context_length": window,
         "global_batch_size": windows,
         "num_micro_batches": count,
-        "packing": packing or POLICIES[DEFAULT_POLICY](),
+        "packing": POLICIES[DEFAULT_POLICY]() if packing is None else packing,
         "sharding": sharding or Sharding(),
         "whole_documents": settings.documents == "whole",
         **given,

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from megatron_wlb.settings import Count, Name, Rate, Time, checked
+
 
 def _moved(name: str, ranks: int) -> float:
     """Share of the whole buffer that enters every rank in a ring, as NCCL's "bus bandwidth" counts it."""
@@ -24,25 +26,37 @@ class Group(NamedTuple):
 class Collective(NamedTuple):
     """A collective within a node, measured for several numbers of ranks."""
 
-    ranks: tuple[int, ...]
-    latency_us: tuple[float, ...]
-    gb_per_s: tuple[float, ...]
+    ranks: tuple[Count, ...]
+    """Increasing."""
+    latency_us: tuple[Time, ...]
+    gb_per_s: tuple[Rate, ...]
     """Into a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Communication between GPUs. Times in us, sizes in bytes of the whole buffer."""
+    """Communication between GPUs. Times in us, sizes in bytes of the whole buffer. Raises ValueError."""
 
-    name: str
+    name: Name
     all_gather: Collective
     reduce_scatter: Collective
     all_reduce: Collective
-    gpus_per_node: int = 8
-    link_gb_per_s: float = 45.0
+    gpus_per_node: Count = 8
+    link_gb_per_s: Rate = 45.0
     """Between nodes, per GPU. Assumed: 90 % of 400 Gbit/s."""
-    hop_us: float = 10.0
+    hop_us: Time = 10.0
     """Latency per node in a ring, and of a point-to-point message. Assumed."""
+
+    def __post_init__(self) -> None:
+        checked(self)
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            measured: Collective = getattr(self, name)
+            ranks = [*measured.ranks]
+            if not ranks or ranks != sorted(set(ranks)) or {*map(len, measured)} != {len(ranks)}:
+                raise ValueError(
+                    f"{name} is of {ranks} ranks, with {len(measured.latency_us)} latencies and "
+                    f"{len(measured.gb_per_s)} rates; give one of each for increasing numbers of ranks"
+                )
 
     def collective(self, name: str, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
         """Return the time of a collective; ranks of a node share its links."""

@@ -1,18 +1,19 @@
 """Performance of a device with a generation of software: attention kernels, other rates, memory, network."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from megatron_wlb import files
 from megatron_wlb.hardware.network import H100_NETWORK, Network
+from megatron_wlb.settings import Count, Name, Rate, Share, Time, checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +87,14 @@ class KernelModel:
 class KernelTimes:
     """Constants of one direction of `KernelModel`, in the profile's unit."""
 
-    launch: float
-    tile: float
-    query_tile: float
-    hidden: float = 0.0
+    launch: Time
+    tile: Time
+    query_tile: Time
+    hidden: Time = 0.0
     """Of a tile that a mask aligned to the bottom right hides, as with queries at the end of their keys."""
+
+    def __post_init__(self) -> None:
+        checked(self)
 
     def scaled(self, factor: float) -> "KernelTimes":
         """Return all times multiplied by `factor`."""
@@ -104,63 +108,56 @@ _TIMES = tuple(each.name for each in fields(KernelTimes))
 class Profile:
     """The inputs of predicted times, and a JSON file. Raises ValueError."""
 
-    name: str
-    tile_rows: int
+    name: Name
+    tile_rows: Annotated[int, Meta(ge=1, le=1 << 16)]
+    """A power of two."""
     forward: KernelTimes
     backward: KernelTimes | None = None
     """None if not measured: `attention_backward` times forward."""
     fp8: tuple[KernelTimes, KernelTimes] | None = None
     """Forward and backward of attention in FP8, inputs already quantized; None if not measured."""
-    linear_tflops: tuple[float, float] | None = None
+    linear_tflops: tuple[Rate, Rate] | None = None
     """TFLOP/s of a layer's matrix products, over all of its time without attention; forward and backward. None:
     `assumed_tflops`, and `memory_gb_per_s` for the rest."""
-    head_size: int | None = None
-    dtype: str | None = None
+    head_size: Count | None = None
+    dtype: Name | None = None
     """bf16 or fp32."""
-    backend: str | None = None
+    backend: Name | None = None
     """Of the kernel times; None if not stated."""
-    device: str | None = None
+    device: Name | None = None
     """As torch names it, or the beginning of that."""
-    attention_backward: float = 2.5
+    attention_backward: Rate = 2.5
     """Backward over forward time of attention if not measured: 5 matrix products against 2."""
-    assumed_tflops: float = 576.0
+    assumed_tflops: Rate = 576.0
     """Rate of bf16 matrix products of any size: power limits it. Mean of what remains of four products of 16,384 rows
     on an H100, of 70B at TP 8, less half a wave and a launch (PyTorch, float8_experimental pull request 100)."""
-    gains: tuple[tuple[str, float, float], ...] = ()
+    gains: tuple[tuple[Name, Rate, Time], ...] = ()
     """By `--fp8-recipe`, and nvfp4: the rate of products over that in bf16, and bytes to quantize a value."""
-    experts_gain: float = 1.2
+    experts_gain: Rate = 1.2
     """Of experts in FP8 other than MXFP8, with quantization. Chosen by steps of Grok-1 proxies on H100
     (NVIDIA/dgxc-benchmarking), as no product of experts in such FP8 is published."""
-    wave_outputs: float = 132 * 128 * 128
+    wave_outputs: Time = 132 * 128 * 128
     """Outputs that a device computes at once: 132 multiprocessors, a tile of 128 x 128 each. The last wave is half
     empty."""
-    kernel_us: float = 3.0
+    kernel_us: Time = 3.0
     """Time between the ends of two kernels in which the second does not run. Assumed."""
-    memory_gb_per_s: float = 2700.0
+    memory_gb_per_s: Rate = 2700.0
     """Rate of memory-bound operations: 80 % of an H100's 3350 GB/s. PyTorch measured 79 to 87 % for casts (ao,
     benchmarks/prototype/blockwise_fp8_training)."""
-    memory_gib: float = 80.0
+    memory_gib: Rate = 80.0
     """Of the device."""
-    dp_overlap: float = 0.9
+    dp_overlap: Share = 0.9
     """Share of gradient and parameter communication that overlaps passes. Assumed."""
     network: Network = H100_NETWORK
 
     def __post_init__(self) -> None:
+        checked(self)
         for times in filter(None, (self.forward, self.backward, *(self.fp8 or ()))):
-            values = tuple(asdict(times).values())
-            if not all(math.isfinite(t) and t >= 0 for t in values) or not (any(values) or self.counts_pairs):
-                raise ValueError(f"its kernel times are {values}; they must be finite, at least 0, and not all 0")
-        rates = [*self.rates, self.memory_gb_per_s, self.memory_gib, self.attention_backward, self.experts_gain]
-        rates += [gain for _, gain, _ in self.gains]
-        tile = self.forward.tile + (self.backward.tile if self.backward else 0)
-        if not all(math.isfinite(rate) and rate > 0 for rate in (*rates, tile if self.linear_tflops else 1)):
-            raise ValueError(f"its rates are {rates}; they must be finite and over 0, and go with a tile over 0")
-        more = (self.wave_outputs, self.kernel_us, *(quantized for *_, quantized in self.gains))
-        if not all(math.isfinite(each) and each >= 0 for each in more):
-            raise ValueError(f"its wave_outputs, kernel_us and bytes to quantize are {more}; they must be at least 0")
-        if self.head_size is not None and self.head_size < 1:
-            raise ValueError(f"head_size is {self.head_size}; it must be at least 1")
-        if self.tile_rows < 1 or self.tile_rows & (self.tile_rows - 1) or self.tile_rows > 1 << 16:
+            if not any(asdict(times).values()) and not self.counts_pairs:
+                raise ValueError("its kernel times are all 0; give at least one")
+        if self.linear_tflops and not self.forward.tile + (self.backward.tile if self.backward else 0):
+            raise ValueError("its linear_tflops go with kernel times whose tile is over 0; give both or neither")
+        if self.tile_rows & (self.tile_rows - 1):
             raise ValueError(f"tile_rows is {self.tile_rows}; it must be a power of two up to 65536")
 
     @property

@@ -10,6 +10,7 @@ guarantees; `csrc/adaptive.cpp` has it.
 """
 
 import contextlib
+import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -178,11 +179,16 @@ def _filled(rows: np.ndarray, bounds: np.ndarray, lengths: np.ndarray) -> tuple[
     if (np.diff(bounds) > 0).all():
         return rows, bounds
     parts = np.split(rows, bounds[1:-1])
+    most = [(-len(part), i) for i, part in enumerate(parts) if len(part) > 1]
+    heapq.heapify(most)
     for i in [i for i, part in enumerate(parts) if not len(part)]:
-        most = max(range(len(parts)), key=lambda k: len(parts[k]))
-        if len(part := parts[most]) > 1:
-            shortest = int(lengths[part].argmin())
-            parts[i], parts[most] = part[shortest : shortest + 1], np.delete(part, shortest)
+        if not most:
+            break
+        size, k = heapq.heappop(most)
+        shortest = int(lengths[parts[k]].argmin())
+        parts[i], parts[k] = parts[k][shortest : shortest + 1], np.delete(parts[k], shortest)
+        if size < -2:
+            heapq.heappush(most, (size + 1, k))
     return np.concatenate(parts), np.cumsum([0, *map(len, parts)], dtype=np.int64)
 
 

@@ -6,19 +6,22 @@ from itertools import groupby
 
 import numpy as np
 
+from megatron_wlb.settings import SizeOrNone, checked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Distribution of decoder layers over (virtual) stages, by Megatron's flags."""
 
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: SizeOrNone | None = None
+    decoder_last_pipeline_num_layers: SizeOrNone | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: str | None = None
     """Virtual stages in order, with | between: E, the embedding, t, a layer, m, an MTP layer, L, the loss."""
 
     def __post_init__(self) -> None:
+        checked(self)
         if self.has_ends + (self.edges > 0) + (self.pipeline_model_parallel_layout is not None) > 1:
             given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)

@@ -4,9 +4,10 @@ import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
 from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.job import Job
@@ -15,6 +16,7 @@ from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import StepPlan, divided, plan_packed
+from megatron_wlb.settings import SizeOrNone, in_range
 
 TIMES_THE_FEWEST = (1, 1.5, 2, 3)
 """Counts of micro-batches that are tried, over the fewest that hold the sequences."""
@@ -22,16 +24,19 @@ GAIN = 0.01
 """The fewest are taken that are at most so much slower than the best."""
 IDLE = 0.02
 """No more are tried once ranks are idle for at most so much of their time."""
+STRIDE = 1 / 256
+"""Where sequences do not fit, counts of micro-batches grow by so much, or one a rank: one by one takes time n^2."""
 SWAPS = 8
 """Most swaps of two sequences between two ranks, per rank."""
 
 
+@in_range
 def balance(
     lengths: Sequence[int] | np.ndarray,
     job: Job,
-    dp_rank: int = 0,
+    dp_rank: SizeOrNone = 0,
     *,
-    num_micro_batches: int | None = None,
+    num_micro_batches: Annotated[int, Meta(ge=1, le=1 << 17)] | None = None,
     equal_counts: bool = False,
 ) -> StepPlan:
     """Plan a step of exactly these sequences for a data-parallel rank.
@@ -51,6 +56,8 @@ def balance(
     as asked, or do not fit into `num_micro_batches`.
     """
     given = np.asarray(lengths)
+    if isinstance(lengths, np.ma.MaskedArray):
+        raise ValueError("lengths are a masked array, whose hidden entries would be trained; give lengths.compressed()")
     if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
         raise ValueError(f"lengths have shape {given.shape} of {given.dtype}; give at least one whole number")
     least, most = int(given.min()), int(given.max())
@@ -59,8 +66,6 @@ def balance(
             f"{given.size} sequences of {least} to {most} tokens; give them 1 to {job.max_tokens} tokens (max_tokens)"
         )
     given = given.astype(np.int64)
-    if num_micro_batches is not None and num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches is {num_micro_batches}; give at least 1, or leave it out")
     for what, count in (("sequences", len(given) if equal_counts else 0), ("micro-batches", num_micro_batches or 0)):
         if count % job.parallel.dp:
             raise ValueError(
@@ -88,14 +93,18 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> PackedSte
     limit = 3 * job.parallel.vpp * int(job.work(lengths).sum()) / dp
     # A sequence in each fits in any case, and a pipeline's groups divide twice as many.
     last = count or max(fewest, 2 * len(documents)) + dp * job.parallel.pp
+    # Two sequences of over half a micro-batch never share one.
+    apart = 0 if count else -(-int((2 * lengths > job.max_tokens).sum()) // dp) * dp
     tried: list[_Made] = []
     number = 0
     for share in TIMES_THE_FEWEST if count is None else (count / fewest,):
-        number = max(round(fewest * share / dp) * dp, number + dp)
+        number = max(round(fewest * share / dp) * dp, number + dp, apart)
         if tried and number > len(documents):  # some would be empty
             break
         while (made := _made(documents, job, number, equal)) is None and number < last:
-            number += dp
+            whole, before = len(documents) // dp * dp, number
+            number += max(1, round(STRIDE * number / dp)) * dp
+            number = whole if before < whole < number else number  # the most of which none is empty
         tried += [made] if made else []
         if made is None or made.time <= (1 + IDLE) * limit:
             break

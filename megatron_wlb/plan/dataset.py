@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_wlb import files
+from megatron_wlb.settings import in_range
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = len(_MAGIC) + 8 + 1 + 8 + 8
@@ -43,6 +44,7 @@ def check_index(prefix: str) -> int:
     return len(index.lengths)
 
 
+@in_range
 def read_index(prefix: str) -> DocumentIndex:
     """Read `PREFIX.idx` and check all of it against `PREFIX.bin`.
 

@@ -9,6 +9,7 @@ from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.samples import Samples
+from megatron_wlb.settings import SizeOrNone, in_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +45,13 @@ class Packer:
     for a step without a document: a resumed run would begin elsewhere.
     """
 
-    def __init__(self, samples: Samples, job: Job, *, first_sample: int = 0, step: int = 0) -> None:
+    @in_range
+    def __init__(self, samples: Samples, job: Job, *, first_sample: SizeOrNone = 0, step: SizeOrNone = 0) -> None:
         if samples.context_length != job.context_length:
             raise ValueError(
                 f"the samples have windows of {samples.context_length} tokens, the job of {job.context_length}; give "
                 "both the same context_length"
             )
-        if first_sample < 0:
-            raise ValueError(f"first_sample is {first_sample}; give one from 0 on")
         self._samples, self._job, self._policy = samples, job, job.packing.policy(job)
         self.step = step
         """The step that `next` plans."""

@@ -6,11 +6,13 @@ shuffles these; BlendedDataset draws windows from several. Three arrays of a dat
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
+from msgspec import Meta
 
 from megatron_wlb.documents import DOCUMENT
+from megatron_wlb.settings import Size, SizeOrNone, in_range
 
 _CHUNK = 1 << 22
 """Documents that are looked at together."""
@@ -157,7 +159,8 @@ class Samples:
     def __len__(self) -> int:
         return len(self.parts[0]) if self.blend is None else len(self.blend[0])
 
-    def pieces(self, first: int, stop: int) -> np.ndarray:
+    @in_range
+    def pieces(self, first: SizeOrNone, stop: SizeOrNone) -> np.ndarray:
         """Return DOCUMENT rows of samples [first, stop), arrival 0, in their order.
 
         Raises ValueError behind the last sample.
@@ -183,12 +186,13 @@ class Samples:
         return rows
 
 
+@in_range
 def windows(
     lengths: np.ndarray,
-    context_length: int,
+    context_length: Size,
     *,
-    seed: int | None = 0,
-    num_samples: int | None = None,
+    seed: SizeOrNone | None = 0,
+    num_samples: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None,
     whole: bool = False,
 ) -> Windows:
     """Cut documents of `lengths`, int64 [n], into windows as `GPTDataset` does, with another generator's shuffles.
@@ -196,8 +200,6 @@ def windows(
     `seed` None keeps the order. `num_samples`: at least so many, from as many epochs as it takes; None: one epoch.
     Raises ValueError if there is not one window, and for lengths that are none.
     """
-    if context_length < 1:
-        raise ValueError(f"context_length is {context_length}; give at least 1")
     lengths = np.asarray(lengths)
     if lengths.size and (lengths.ndim != 1 or lengths.dtype.kind not in "iu" or lengths.min() < 0):
         raise ValueError(f"lengths have shape {lengths.shape} of {lengths.dtype}; give whole numbers from 0 on")

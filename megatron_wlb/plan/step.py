@@ -10,14 +10,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from megatron_wlb.documents import PackedBatch, ShardPlan
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics, placement
 from megatron_wlb.plan.packer import PackedStep, Packer
+from megatron_wlb.settings import SizeOrNone, in_range
 from megatron_wlb.sharding import select
 
 PLAN_AHEAD = 4
@@ -91,7 +93,8 @@ class StepPlan:
         return int(self.batch.documents["length"].sum())
 
 
-def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
+@in_range
+def plan_step(packer: Packer, job: Job, dp_rank: SizeOrNone = 0) -> StepPlan:
     """Plan the packer's next step for a data-parallel rank. Raises StopIteration at the end."""
     return plan_packed(packer.next(), job, dp_rank)
 
@@ -101,6 +104,10 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
     if not 0 <= dp_rank < job.parallel.dp:
         raise ValueError(f"dp_rank is {dp_rank}; give one from 0 to {job.parallel.dp - 1}")
     batch, lengths = packed.batch, packed.batch.documents["length"]
+    if batch.ranks is not None and len(batch.ranks) != job.parallel.dp:
+        raise ValueError(
+            f"the step is packed for {len(batch.ranks)} ranks, not {job.parallel.dp}; give the packer's job"
+        )
     work = batch.sums(job.work(lengths))
     job, rows, paces = divided(work, batch.sums(lengths), job, batch.ranks)
     micro_batches = []
@@ -190,14 +197,15 @@ class Planner:
     lives until `close`, or until the process ends.
     """
 
+    @in_range
     def __init__(
         self,
         packer: Packer,
         job: Job,
-        dp_rank: int,
+        dp_rank: SizeOrNone,
         *,
-        first_step: int,
-        patience_seconds: float = math.inf,
+        first_step: SizeOrNone,
+        patience_seconds: Annotated[float, Meta(gt=0)] = math.inf,
         count: Callable[[PackedStep], np.ndarray | None] = lambda packed: None,
         later: Sequence[tuple[int, Job]] = (),
     ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_wlb import balance
 from megatron_wlb.documents import document_work
+from megatron_wlb.plan import closed
 from tests.jobs import MODEL, job
 
 PAGE = Path(__file__).parents[2] / "docs/integrations.md"
@@ -112,8 +113,11 @@ def test_a_pipeline_makes_more_micro_batches_than_fit():
         *(([wrong], {}, "give at least one whole number") for wrong in (1.9, "12", True)),
         ([129], {}, "1 sequences of 129 to 129 tokens; give them 1 to 128 tokens"),
         ([0, 1], {}, "2 sequences of 0 to 1 tokens; give them 1 to 128 tokens"),
-        ([1, 2], {"num_micro_batches": -2}, "num_micro_batches is -2; give at least 1"),
-        *(([1, 2], {"dp_rank": rank}, f"dp_rank is {rank}; give one from 0 to 1") for rank in (-1, 2)),
+        ([1, 2], {"num_micro_batches": -2}, "num_micro_batches is -2; it must be int >= 1"),
+        *(
+            ([1, 2], {"dp_rank": rank}, f"dp_rank is {rank}; {why}")
+            for rank, why in ((-1, "it must be int >= 0"), (2, "give one from 0 to 1"))
+        ),
         ([1, 2, 3], {"equal_counts": True}, "3 sequences do not divide over 2 data-parallel ranks"),
         ([1, 2, 3], {"num_micro_batches": 3}, "3 micro-batches do not divide"),
         ([128] * 3, {"num_micro_batches": 2}, "3 sequences of 384 tokens do not fit into 2 micro-batches of 128"),
@@ -173,3 +177,17 @@ def test_call_sites_return_what_their_callers_check(page):
     assert max(sum(length for _, length in pack) for pack in packs) <= 32768
     packs, rest = page["calculate_matched_group"](items, 32768, is_finished=False)
     assert rest and sorted(chain(rest, *packs)) == sorted(items)
+
+
+def test_sequences_that_do_not_fit_take_few_attempts(monkeypatch):
+    """The numbers of micro-batches that are tried grow by a share, and none is empty where that can be."""
+    tried = []
+    made = closed._made
+    monkeypatch.setattr(
+        closed, "_made", lambda documents, job, count, equal: tried.append(count) or made(documents, job, count, equal)
+    )
+    drawn, rng = 4000, np.random.default_rng(0)
+    for lengths in (rng.integers(1, 60, drawn), np.full(drawn, 40), rng.integers(33, 60, drawn), np.full(drawn, 64)):
+        tried.clear()
+        plan = balance(lengths, job(dp=2, context_length=64))
+        assert len(tried) < 120 and all(len(each.documents) for each in plan.micro_batches)

@@ -182,5 +182,5 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(other, message):
 def test_samples_of_another_window_are_refused():
     with pytest.raises(ValueError, match="the samples have windows of 64 tokens, the job of 32; give both the same"):
         packer_of(WlbPacking(), context_length=32)
-    with pytest.raises(ValueError, match="first_sample is -1; give one from 0 on"):
+    with pytest.raises(ValueError, match="first_sample is -1; it must be int >= 0"):
         Packer(jobs.samples([9] * 99), job(), first_sample=-1)

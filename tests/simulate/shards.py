@@ -13,9 +13,9 @@ from megatron_wlb.sharding.select import divide, round_costs
 from tests import jobs
 
 SMALL = replace(MODELS["llama2-7b"], num_layers=8, padded_vocab_size=0)
-AT_ONCE = Collective(ranks=(2,), latency_us=(0.0,), gb_per_s=(np.inf,))
+AT_ONCE = Collective(ranks=(2,), latency_us=(0.0,), gb_per_s=(1e9,))
 FREE = Network(
-    name="free", all_gather=AT_ONCE, reduce_scatter=AT_ONCE, all_reduce=AT_ONCE, link_gb_per_s=np.inf, hop_us=0.0
+    name="free", all_gather=AT_ONCE, reduce_scatter=AT_ONCE, all_reduce=AT_ONCE, link_gb_per_s=1e9, hop_us=0.0
 )
 """Communication takes no time."""
 TOGETHER = replace(SMALL, window=1 << 20, pattern="W")
