@@ -43,7 +43,7 @@ def make_job(
     """Build the job that settings describe, filling in what they leave open.
 
     `context_length` is the window C in tokens, `global_batch_size` N, the windows that a step trains on average.
-    `default_profile` and `budget_bytes` (memory for activations, below 0 where weights alone take more; None: no limit) apply where settings name none, and
+    `default_profile` and `budget_bytes` (memory for activations; None: no limit) apply where settings name none, and
     `tight` where they name no S_max: it is then the least instead of the default. `given` are other fields of `Job`,
     which take precedence. Raises ValueError for contradictory settings, for an S_max that does not fit memory, and for
     windows that do not fit it with Megatron alone either.
