@@ -38,8 +38,8 @@ from rehearsal.build import transformer_engine
 from rehearsal.run import chosen, rehearse, verdict
 from rehearsal.task import GPUS, Task
 
-MOST_GIB = 1024
-"""Most memory of a card."""
+LEAST_GIB, MOST_GIB = 0.125, 1024
+"""Bounds on the memory of a card."""
 TITLES = ("rank", "predicted", "allocated", "reserved", "retries", "syncs", "copies", "launches", "NCCL calls")
 
 
@@ -212,8 +212,8 @@ def _ranks(text: str, parallel: Parallel) -> list[int]:
 
 
 def _gib(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,9})?", text) or not 1 <= float(text) <= MOST_GIB:
-        raise argparse.ArgumentTypeError(f"{text!r} must be GiB from 1 to {MOST_GIB}")
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,9})?", text) or not LEAST_GIB <= float(text) <= MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text!r} must be GiB from {LEAST_GIB} to {MOST_GIB}")
     return float(text)
 
 

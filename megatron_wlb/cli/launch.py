@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+import msgspec
+
 from megatron_wlb import files
 from megatron_wlb.describe import masks
 from megatron_wlb.describe.adapt import switches_off
@@ -21,7 +23,7 @@ from megatron_wlb.describe.shape import DELTA_NETS
 MOST_BYTES = 1 << 28
 """Largest log that is read. `BLOCK` cuts a larger one."""
 LONGEST_VALUE = 1 << 18
-"""Longest argument in a log, in characters, that is parsed as more than text."""
+"""Longest argument in a log, in characters, that is parsed as more than a text or a list of texts."""
 LIKE_A_WORD = 0.7
 """Share of letters from which on a word is taken for another, misspelt; none of Megatron's own flags is."""
 MOST_VALUES = 1 << 20
@@ -64,7 +66,7 @@ _OFF = SWITCHED_OFF | {
     name: f"no-{name.replace('_', '-')}" for name in ("masked_softmax_fusion", "create_attention_mask_in_dataloader")
 }
 """Arguments that are on by default, and the flags that switch them off."""
-_ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "eval_micro_batch_size"} | {
+ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "eval_micro_batch_size"} | {
     *("dataloader_type", "moe_token_dispatcher_type", "moe_hybridep_pad_uneven_dispatch_inputs")
 }
 """Arguments that --wlb or the recommended flags set; a log has them whether they were given or not."""
@@ -146,7 +148,8 @@ def arguments_of(text: str, name: str) -> Launched:
         )
     lines = text[begins[-1] : end].splitlines()
     texts = {m[1]: files.printable(m[2]).strip() for line in lines if (m := _ARGUMENT.search(line))}
-    if sum(len(text) for text in texts.values() if len(text) <= LONGEST_VALUE) > MOST_VALUES:
+    parsed = (text for text in texts.values() if len(text) <= LONGEST_VALUE)
+    if sum(map(len, parsed)) > MOST_VALUES:
         raise ValueError(f"{short(name)}: its arguments have over {MOST_VALUES >> 20} MiB, the limit; {_REMEDY}")
     found = _renamed({argument: _value_of(text) for argument, text in texts.items()})
     if not all(isinstance(found.get(name), int) for name in ("num_layers", "world_size")):
@@ -209,7 +212,7 @@ def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None
             raise ValueError(f"--{name.replace('_', '-')}: {what} cannot be simulated; {way}")
         left_out.append(what)
     has_experts = (arguments.num_experts or 1) > 1
-    judged = {name: value for name, value in stated.items() if name not in _ADDED and not name.startswith("wlb")}
+    judged = {name: value for name, value in stated.items() if name not in ADDED and not name.startswith("wlb")}
     if launched.is_log:
         judged = {name: value for name, value in judged.items() if name not in usual(stated)}
     refused = [name for name, value in judged.items() if refuses(name, value, has_experts=has_experts)]
@@ -404,6 +407,8 @@ def _number(text: str) -> Any:
 
 def _value_of(text: str) -> Any:
     """Parse a value as Megatron printed it; returns the text if it is no literal."""
+    if re.fullmatch(r"\['[^'\\]*'(?:, '[^'\\]*')*\]", text):
+        return text[2:-2].split("', '")
     if len(text) > LONGEST_VALUE or not re.fullmatch(r"[\[({].*[\])}]|-?[\d.e+-]+|None|True|False", text):
         return text
     try:
@@ -483,6 +488,17 @@ def text_of(name: str, of_long: str = f"of a long one its arguments: {BLOCK} LOG
         data = files.read(name, MOST_BYTES, f"{_REMEDY}, or {of_long}")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise ValueError(f"{short(name)} is UTF-16; give it as iconv -f UTF-16 -t UTF-8 writes it")
-    if b"\0" in data:
-        raise ValueError(f"{short(name)} is binary; {_REMEDY}")
-    return _COLOURS.sub("", data.decode("utf-8-sig", errors="replace"))
+    text = data.replace(b"\0", b"").decode("utf-8-sig", errors="replace")  # holes, where a file was truncated
+    if text.lstrip().startswith("{"):
+        text = "".join(map(_of_json, text.splitlines(keepends=True)))
+    return _COLOURS.sub("", text)
+
+
+def _of_json(line: str) -> str:
+    """Return the text in a line of Docker's, or of another collector of logs; the line itself if there is none."""
+    try:
+        found = msgspec.json.decode(line, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return line
+    text = next((found[name] for name in ("log", "message") if isinstance(found.get(name), str)), None)
+    return line if text is None else f"{text.rstrip()}\n"

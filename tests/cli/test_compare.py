@@ -23,7 +23,7 @@ RNG = np.random.default_rng(3)
 SLOW = RNG.uniform(0.9, 1.1, STEPS)
 FAST = SLOW / 1.25 * RNG.uniform(0.98, 1.02, STEPS)
 LOSSES = np.linspace(9, 5, STEPS)
-JOB = job(dp=2, pp=2).to_json()
+JOB = job(dp=2, pp=2, context_length=WINDOW).to_json()
 DEVICE = "NVIDIA H100 80GB HBM3"
 
 
@@ -45,7 +45,8 @@ def write(path, entries):
 def text_log(path, seconds, interval=1, prefix="", **more):
     """A log as Megatron 0.19 prints it: its first line of a start is cleared only with the second."""
     lines = printed(
-        {"num_layers": 4, "world_size": GPUS, "seq_length": WINDOW, "log_interval": interval} | more
+        {"num_layers": JOB["model"]["num_layers"], "world_size": GPUS, "seq_length": WINDOW, "log_interval": interval}
+        | more
     ).splitlines()
     for last in sorted({1, *range(interval, len(seconds) + 1, interval)}):
         begin = max(0, last - interval) if last > max(2, interval) else 0
@@ -66,7 +67,7 @@ def board(path, seconds, losses=LOSSES, first=1, **more):
     for name, value in {"world_size": GPUS, "seq_length": WINDOW, "global_batch_size": WINDOWS, **more}.items():
         text = TensorProto(dtype="DT_STRING", string_val=[str(value).encode()], tensor_shape={"dim": [{"size": 1}]})
         tag = Summary.Value(tag=f"{name}/text_summary", tensor=text, metadata={"plugin_data": {"plugin_name": "text"}})
-        writer.add_event(Event(summary=Summary(value=[tag])))
+        writer.add_event(Event(step=first - 1, summary=Summary(value=[tag])))
     for number, loss in enumerate(losses, start=first):
         values = {"lm loss": loss}
         if number % 10 == 0:
@@ -152,7 +153,12 @@ def test_where_losses_part_is_told(tmp_path, capsys):
     for step in diverged[29:]:
         step["loss"] = None  # as --wlb-log has what is no number
     compared(tmp_path, tmp_path / "a", write(tmp_path / "c", diverged))
-    assert "Losses are equal to 0.0e+00 at 19 of them; at the others a log has none." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("RUN's loss is not finite from step 30 on.\n")
+    left = (
+        "Losses are equal to 0.0e+00 at 19 of them. Not compared: 41 that were skipped, or have no finite loss in both."
+    )
+    assert left in said
 
 
 def test_the_first_steps_of_every_start_are_left_out(tmp_path):
@@ -269,3 +275,145 @@ def test_a_line_without_end_is_not_read(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare, "MOST_OF_A_STEP", 99)
     path = write(tmp_path / "run.jsonl", [GOOD])
     assert "line 1 has over 0 MiB, the limit; give the file" in refusal(capsys, "compare", str(path))
+
+
+def edited(path, edit, **more):
+    """A text log with every second line, or later ones, edited."""
+    log = text_log(path, SLOW, **more)
+    lines = log.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if "iteration" in line)
+    log.write_text("\n".join(edit(i - first + 1, line) if i >= first else line for i, line in enumerate(lines)))
+    return log
+
+
+@pytest.mark.parametrize(
+    ("edit", "where"),
+    [
+        (lambda i, line: line if i < 31 else re.sub(r"lm loss: \S+", "lm loss: NAN", line), "from step 31 on"),
+        (lambda i, line: line if i < 31 else re.sub(r"lm loss: \S+", "lm loss: INF", line), "from step 31 on"),
+        (lambda i, line: line if i < 31 else re.sub(r"lm loss: \S+ \|", "", line), "from step 31 on"),
+        (lambda i, line: re.sub(r"lm loss: \S+", "lm loss: NAN", line), "from step 1 on"),
+        (lambda i, line: re.sub(r"lm loss: \S+", "lm loss: NAN", line) if i % 2 else line,
+         "at 35 of 70 steps, first at step 1"),
+    ],
+)  # fmt: skip
+def test_losses_that_are_no_number_are_said_first(edit, where, tmp_path, capsys):
+    compared(tmp_path, text_log(tmp_path / "a", SLOW), edited(tmp_path / "b", edit))
+    assert capsys.readouterr().out.startswith(f"RUN's loss is not finite {where}.\n")
+    compared(tmp_path, edited(tmp_path / "b", edit), tmp_path / "a")
+    assert capsys.readouterr().out.startswith(f"BASE's loss is not finite {where}.\n")
+
+
+def test_skipped_steps_train_no_token(tmp_path, capsys):
+    """Megatron prints no loss for them, or 0; that they are fast is no gain."""
+
+    def skip(i, line):
+        if i % 2:
+            return line
+        line = line.replace("skipped iterations:   0", "skipped iterations:   1")
+        return re.sub(r"lm loss: \S+", "lm loss: 0.0E+00", line)
+
+    found = compared(tmp_path, text_log(tmp_path / "a", SLOW), edited(tmp_path / "b", skip))
+    said = capsys.readouterr().out
+    assert found["ratio"] == pytest.approx(0.5, rel=1e-2) and found["loss_difference"] == 0
+    assert "- RUN: 30 of its steps were skipped: they took time and trained no token.\n" in said
+    assert "at 30 of them. Not compared: 30 that were skipped" in said and "part at" not in said
+    every = edited(tmp_path / "b", lambda i, line: line.replace("iterations:   0", "iterations:   1"))
+    assert "b trained no token in 60 steps: all were skipped" in refusal(
+        capsys, "compare", str(tmp_path / "a"), str(every)
+    )
+
+
+def test_what_runs_differ_in_is_named(tmp_path, capsys):
+    """And with another model, other data or another seed nothing is compared in pairs."""
+    base = text_log(tmp_path / "a", SLOW, lr=1e-4, recompute_granularity=None, seed=1, data_path=["x"], save="s")
+    other = text_log(tmp_path / "b", FAST, lr=2e-4, recompute_granularity="full", seed=1, data_path=["x"], save="t")
+    found = compared(tmp_path, base, other)
+    said = capsys.readouterr().out
+    assert "- The runs differ also in: lr 0.0001 and 0.0002, recompute_granularity None and full.\n" in said
+    assert found["paired"] and found["differ"].keys() == {"lr", "recompute_granularity"}
+    same = {"lr": 1e-4, "recompute_granularity": None, "save": "s"}
+    for more in ({"seed": 2, "data_path": ["x"]}, {"seed": 1, "data_path": ["y"]}):
+        found = compared(tmp_path, base, text_log(tmp_path / "b", FAST, **same, **more))
+        said = capsys.readouterr().out
+        assert not found["paired"] and "loss_difference" not in found and "differ also in: " in said
+        assert "Not compared in pairs, and no losses: steps train another model or data (" in said
+    wider = JOB | {"model": JOB["model"] | {"hidden_size": 1 << 12}}
+    compared(tmp_path, step_log(tmp_path / "c", SLOW), step_log(tmp_path / "d", FAST, job=wider))
+    assert f"hidden_size {JOB['model']['hidden_size']} and 4096." in capsys.readouterr().out
+    with_wlb = text_log(tmp_path / "b", FAST, **same, seed=1, data_path=["x"], wlb=True, micro_batch_size=1)
+    text_log(tmp_path / "a", SLOW, **same, seed=1, data_path=["x"], wlb=False, micro_batch_size=2)
+    assert compared(tmp_path, tmp_path / "a", with_wlb)["differ"] == {}
+
+
+def test_what_is_left_out_is_said(tmp_path, capsys):
+    base = text_log(tmp_path / "a", SLOW)
+    compared(
+        tmp_path, base, edited(tmp_path / "b", lambda i, line: line if i % 2 else line.replace("elapsed", "ela[rank"))
+    )
+    said = capsys.readouterr().out
+    assert "- RUN: 35 lines of iterations are broken, and left out: iteration 2 | " in said
+    assert "- BASE: 30 of its steps are left out: the other log does not have them." in said
+    again = tmp_path / "c"
+    again.write_text(base.read_text() + "\n".join(base.read_text().splitlines()[-30:]))
+    compared(tmp_path, base, again)
+    assert "- RUN: 30 of its steps ran twice; the later time counts." in capsys.readouterr().out
+    again.write_text(base.read_text() + base.read_text().replace("num_layers", "lr ...... 1\n  num_layers"))
+    restarted = text_log(tmp_path / "d", SLOW, lr=1).read_text() + text_log(tmp_path / "d", SLOW, lr=2).read_text()
+    again.write_text(restarted)
+    compared(tmp_path, base, again)
+    assert "- RUN: its starts differ in lr." in capsys.readouterr().out
+    again.write_text(base.read_text().replace("elapsed time", "time"))
+    assert "this line cannot be read: iteration 1 |" in refusal(capsys, "compare", str(again), str(base))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: re.sub(r"(\(ms\): )(\S+)", r"\1\2/999.0", text).replace(" [2026", "[rank-7/8] : [2026"),  # Primus
+        lambda text: "\n".join(line.split("] ")[-1].strip() for line in text.splitlines()),
+        lambda text: "".join(json.dumps({"log": f"{line}\n", "stream": "stdout"}) + "\n" for line in text.splitlines()),
+        lambda text: text.replace("iteration       30", "\0" * 5000 + "iteration       30"),
+        lambda text: "\0" * 999 + text,
+    ],
+)
+def test_logs_of_other_writers(edit, tmp_path):
+    base, ran = text_log(tmp_path / "a", SLOW), text_log(tmp_path / "b", FAST)
+    ratio = compared(tmp_path, base, ran)["ratio"]
+    for log in (base, ran):
+        log.write_text(edit(log.read_text()))
+    assert compared(tmp_path, base, ran)["ratio"] == pytest.approx(ratio)
+
+
+def test_a_log_without_arguments_needs_its_sizes(tmp_path, capsys):
+    base = text_log(tmp_path / "a", SLOW, interval=10)
+    bare = tmp_path / "b"
+    bare.write_text("model:\n  num_layers: 4\n" + base.read_text().split("end of arguments")[1])
+    assert "or give --num-gpus and --seq-length beside it" in refusal(capsys, "compare", str(bare), str(bare))
+    sizes = ["--num-gpus", str(GPUS), "--seq-length", str(WINDOW)]
+    assert compared(tmp_path, bare, bare, *sizes)["steps"] == compared(tmp_path, base, base)["steps"]
+    capsys.readouterr()
+    said = refusal(capsys, "compare", str(base), str(base), "--num-gpus", "3")
+    assert f"a has world_size {GPUS}, not 3; leave --num-gpus out" in said
+
+
+def test_a_board_has_the_batch_of_every_step(tmp_path, capsys):
+    """By what its starts say, or its own; those whose gradient has no norm were skipped."""
+    base = board(tmp_path / "base", np.full(60, 0.1), np.ones(60))
+    for sizes in ((8, 16), (16, 8)):
+        folder = tmp_path / f"b{sizes[0]}"
+        for first, size in zip((1, 31), sizes, strict=True):
+            board(folder, np.full(30, size / 80), np.ones(30), first=first, global_batch_size=size)
+            (written,) = (path for path in folder.iterdir() if not path.name.endswith("of"))
+            written.rename(folder / f"events.out.tfevents.{first:02d}.of")  # names of one second have no order
+        assert compared(tmp_path, base, folder)["ratio"] == pytest.approx(1)
+
+    skipped = board(tmp_path / "c", np.full(60, 0.1), np.ones(60))
+    writer = EventFileWriter(str(skipped), filename_suffix=".norms")
+    for number in range(1, 61):
+        tags = {"batch-size": 8} | ({"grad-norm": 1.0} if number % 2 else {})
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+        writer.add_event(Event(step=number, summary=Summary(value=values)))
+    writer.close()
+    assert compared(tmp_path, base, skipped)["ratio"] == pytest.approx(0.5)
+    assert "- RUN: 25 of its steps were skipped" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Logs: blocks that upstream's own parser prints of a run's flags say what the flags say."""
 
+import json
 import os
 import re
 import shlex
@@ -99,7 +100,7 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
     assert (job.model.num_layers, job.model.padded_vocab_size, job.context_length) == (4, 1536, 128)
     assert os.system(f"{BLOCK} {log} > {tmp_path / 'block'}") == 0
     assert read_log(str(tmp_path / "block")).stated["num_layers"] == 4
-    shards = [word for i in range(700) for word in ("1", f"/data/shard_{i:05d}_text_document")]
+    shards = [word for i in range(16_000) for word in ("1", f"/data/shard_{i:05d}_text_document")]
     log.write_text(re.sub(r"(  data_path \.+) .*", lambda found: f"{found[1]} {shards}", second, count=1))
     assert read_log(str(log)).stated["data_path"] == shards
     for text, message in (
@@ -113,6 +114,18 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
         log.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_log(str(log))
+
+
+@pytest.mark.parametrize("name", ["log", "message"])
+def test_a_log_in_lines_of_json_or_with_holes_is_read(name, blocks, tmp_path):
+    block = blocks["llama"][1]
+    (tmp_path / "log").write_text(block)
+    (tmp_path / "json").write_text(
+        "".join(json.dumps({name: line, "time": 1}) + "\n" for line in block.splitlines(True))
+    )
+    (tmp_path / "holes").write_text("\0" * 4096 + block.replace("num_layers", "\0num_layers", 1))
+    for each in ("json", "holes"):
+        assert read_log(str(tmp_path / each)).stated == read_log(str(tmp_path / "log")).stated
 
 
 @pytest.mark.parametrize(
@@ -181,7 +194,7 @@ def test_typed_flags_take_precedence(blocks, data, tmp_path):
     ("make", "message"),
     [
         (lambda path: path.mkdir(), "is a folder, pipe or device; give the log of a run, as Megatron wrote it, or"),
-        (lambda path: path.write_bytes(bytes(9999)), "is binary"),
+        (lambda path: path.write_bytes(bytes(9999)), "has no arguments as Megatron prints them"),
         (lambda path: path.write_bytes("a log".encode("utf-16")), "is UTF-16; give it as iconv"),
         (lambda path: path.write_bytes(b""), "has no arguments as Megatron prints them"),
         (lambda path: path.write_bytes(b"\xe9\xff\n" * 99), "has no arguments as Megatron prints them"),

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron_wlb.cli.launch import read_command
+from megatron_wlb.job import Parallel
 from rehearsal import record, run
-from rehearsal.__main__ import main
+from rehearsal.__main__ import _ranks, main
 from rehearsal.build import library
 from rehearsal.match import match
 from rehearsal.record import Kind
@@ -246,3 +247,17 @@ def test_latent_attention_over_context_parallel_ranks_matches(tmp_path, ranks):
     job = job_of(8, "--context-parallel-size", "2", *latent.split())
     found = rehearse(tmp_path, "--ranks", ranks, "--steps", "2", job=job)
     assert len(found["ranks"]) == {"0": 1, "all": 8}[ranks] and found["verdict"] == "fits" and found["nccl"] == []
+
+
+@pytest.mark.parametrize("gib", ["nan", "inf", "-5", "0", "1e300", "2048", "\uff18", ""])
+def test_memory_of_no_card_is_refused_before_ranks_start(gib, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--gpu", "h100", f"--gpu-memory={gib}", "--", *JOB])
+    assert "must be GiB from 0.125 to 1024" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["0,0", "8", "-1", "", "0,", "\uff10", "0 1", "all,0"])
+def test_ranks_that_are_none_of_the_job_are_refused(ranks):
+    assert _ranks("1,0", Parallel(dp=8)) == [0, 1]
+    with pytest.raises(ValueError, match="must be auto, all, or different ranks below 8, as 0,17"):
+        _ranks(ranks, Parallel(dp=8))
