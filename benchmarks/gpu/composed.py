@@ -234,8 +234,8 @@ def without_communication(job: Job) -> Job:
     """Return the job on a network that takes no time, as a rank of a fake group runs."""
     network = job.profile.network
     names = ("all_gather", "reduce_scatter", "all_reduce")
-    at_once = {name: Collective((1, 2), (0.0, 0.0), (1e18, 1e18)) for name in names}
-    network = replace(network, **at_once, link_gb_per_s=1e18, hop_us=0.0)
+    at_once = {name: Collective((1, 2), (0.0, 0.0), (1e9, 1e9)) for name in names}
+    network = replace(network, **at_once, link_gb_per_s=1e9, hop_us=0.0)
     return replace(job, tp_overlap=0.0, tp_tile_rows=0, profile=replace(job.profile, network=network))
 
 
