@@ -11,9 +11,6 @@ from megatron_wlb.job import Job
 from megatron_wlb.packing.original import without_wlb
 from megatron_wlb.plan.micro_batches import steps_left, time_per_work
 
-WORTH = 1.05
-"""Speed-up by another layout or recomputation from which the start of a run says so."""
-
 
 def tell(job: Job, run: Description, before: MegatronArguments, data: SplitData) -> None:
     """Print what --wlb brings of a run's first steps, net of what it switches off of its arguments `before`.
@@ -44,13 +41,13 @@ def _lines(job: Job, run: Description, before: MegatronArguments, data: SplitDat
 def _faster(job: Job, run: Description, data: SplitData) -> Iterator[str]:
     first = data.first_sample
     found = alternatives.recomputation(run, job, data.samples, first_sample=first)
-    if found and found.time * WORTH <= 1:
+    if found and found.time * alternatives.WORTH <= 1:
         flags = found.job.recompute.flags
         how = f"with {flags}" if flags else "without recomputation"
         yield f"{how} this run is predicted to be {1 / found.time:.2f} times as fast within memory"
     own = time_per_work(job, job, data.samples, first)
     layouts = alternatives.layouts(run, job, data.samples, first_sample=first)
     times = {time_per_work(each, job, data.samples, first): each for each in layouts}
-    if times and (best := min(times)) * WORTH <= own:
+    if times and (best := min(times)) * alternatives.WORTH <= own:
         flags = alternatives.layout_flags(times[best])
         yield f"with {flags} on the same GPUs this run is predicted to be {own / best:.2f} times as fast"

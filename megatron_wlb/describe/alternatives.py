@@ -14,6 +14,8 @@ from megatron_wlb.plan.micro_batches import Prediction, predictions, recomputed,
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.simulate.memory import peak_bytes, weight_bytes
 
+WORTH = 1.05
+"""Speed-up by another layout or recomputation from which the start of a run and the top of a report say so."""
 FIRST_WINDOWS = 32
 """Windows of the data whose documents determine the time of a layer relative to the vocabulary."""
 MOST_SHARDS = 1 << 14

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import CLOSE, KERNELS_OF, Report
 from megatron_wlb.cli.common import render
+from megatron_wlb.describe.alternatives import WORTH
 from megatron_wlb.describe.price import Price, nets
 from megatron_wlb.describe.price import in_words as in_words_of_prices
 from megatron_wlb.simulate.step import TIME_SHARES
@@ -16,8 +17,6 @@ TITLES = {"plain": "Megatron", "thd": "Megatron, documents apart", "ours": "--wl
 SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
 SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
 """Titles of the rows to read first."""
-WORTH = 1.05
-"""Speed-up by another layout or recomputation from which it is said first."""
 MOST_FACTS = 6
 """Sentences that are shown first."""
 
