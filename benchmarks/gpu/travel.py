@@ -79,6 +79,20 @@ def make(folder: Path, script: Path, pythons: list[str]) -> None:
     if (total := sum(sizes.values()) / 2**20) > LIMIT_MIB:
         raise ValueError(f"{folder} has {total:.1f} MiB, more than {LIMIT_MIB}; give fewer --python, or fewer WHEELS")
     print(f"{total:6.1f} MiB in all")
+    for python in pythons:
+        code = f"import pathlib; from benchmarks.gpu import travel; travel.loads(pathlib.Path({str(folder)!r}))"
+        subprocess.run([python, "-c", code], check=True)
+
+
+def loads(folder: Path) -> None:
+    """Unpack the folder elsewhere, and load NCCL and TransformerEngine with the torch of this Python.
+
+    Raises CalledProcessError if one does not load.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        there = unpack(folder, Path(temporary))
+        code = f"import ctypes, torch; ctypes.CDLL({str(there.nccl)!r}); import transformer_engine.pytorch"
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(there.site)}, check=True)
 
 
 def _extension(python: str, work: Path, built: Path) -> None:
@@ -90,7 +104,8 @@ def _extension(python: str, work: Path, built: Path) -> None:
     # What torch brings lies beside, where the build does not look once it has found another folder of NVIDIA's.
     find = "import glob, nvidia; print(*(i for p in nvidia.__path__ for i in glob.glob(p + '/*/include')), sep=':')"
     env |= {"PYTHONPATH": str(more), "CPATH": _said(python, find)}
-    words = ("--no-build-isolation", "--target", str(built), f"transformer-engine-torch=={ENGINE}")
+    # A wheel in pip's cache may be of another torch, which its name does not say.
+    words = ("--no-build-isolation", "--no-cache-dir", "--target", str(built), f"transformer-engine-torch=={ENGINE}")
     _pip(python, "install", *words, env=env)
 
 

@@ -87,7 +87,9 @@ def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
         found.append(Price("CUDA graphs", 1.0, 1 + launches / whole, GRAPHS_SOURCE))
     if a.use_megatron_fsdp or a.use_torch_fsdp2:
         more = (held_bytes(job) - divided_bytes(job)).max() / 2**30
-        found.append(Price("FSDP", 1.0, 1.0, f"no time is predicted; weights and gradients take {more:.1f} GiB more"))
+        # FSDP moves weights for every pass, and the simulator hides that in Megatron's favor; --wlb moves them once.
+        why = f"no time is lost, since weights travel once a step; they and their gradients take {more:.1f} GiB more"
+        found.append(Price("FSDP", 1.0, 1.0, why))
     if a.fine_grained_activation_offloading and job.recompute == megatron.recompute:
         found.append(Price("offloading of activations", 1.0, 1.0, "no time is predicted; they stay in GPU memory"))
     return found

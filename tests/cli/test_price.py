@@ -132,6 +132,7 @@ def test_what_is_published_is_a_range_and_what_has_no_time_is_said(data):
     assert (fsdp.least, fsdp.most, offloading.least, offloading.most) == (1, 1, 1, 1)
     # Weights, gradients and optimizer are on both ranks but for the optimizer, which is divided anyway.
     weights = 4 * job.model.layer_weights + 2 * job.model.vocabulary_weights
+    assert fsdp.source.startswith("no time is lost, since weights travel once a step")
     assert f"take {weights * (6 + 12 / 2 - 18 / 2) / 2**30:.1f} GiB more" in fsdp.source
     assert not prices(job, setup(words, "--cuda-graph-impl none").run.arguments, lambda of: us)
     again = setup(words, "--fine-grained-activation-offloading")
