@@ -27,9 +27,10 @@ ENGINE = "2.20.2"
 WHEELS = (
     *(f"transformer-engine=={ENGINE}", f"transformer-engine-cu13=={ENGINE}", "megatron-core==0.19.2"),
     *("fla-core==0.6.0", "flash-linear-attention==0.6.0", "nvdlfw-inspect", "einops", "msgspec", "allpairspy"),
-    *("onnx", "onnx-ir", "onnxscript", "ml-dtypes"),
+    *("onnx", "onnx-ir", "onnxscript", "ml-dtypes", "protobuf"),
+    *("pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types", "typing-inspection"),
 )
-"""What a machine with torch, triton, transformers and pytest lacked."""
+"""What a machine with torch, triton, transformers and pytest may lack."""
 TO_BUILD = ("nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cudnn-frontend", "setuptools", "wheel", "pybind11")
 """What building the extension takes besides, as docs/rehearse.md has it."""
 LARGE_BYTES = 1 << 22
