@@ -24,12 +24,13 @@ from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.documents import PackedBatch
+from megatron_wlb.hardware.profile import Versions
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.backends import Choice
-from megatron_wlb.runtime.measure import device_name
+from megatron_wlb.runtime.measure import device_name, versions
 from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import shares, simulate_step
@@ -97,7 +98,10 @@ class Report:
             f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         )
         other = job.profile.differences(
-            head_size=job.model.head_size, dtype=_DTYPES[self._args.params_dtype], backend=backend.name
+            head_size=job.model.head_size,
+            dtype=_DTYPES[self._args.params_dtype],
+            backend=backend.name,
+            versions=Versions(**versions(device)),
         )
         measured = f" (measured with {other})" if other else ""
         print_rank_0(f"> wlb: attention backend {backend}, profile {job.profile.name}{measured}")

@@ -19,7 +19,7 @@ from megatron_wlb.adapter import clock, forecast, report
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.documents import PackedBatch
-from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.hardware.profile import load_profile, profile_file
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.step import shard_step
@@ -40,7 +40,9 @@ FLAGS = [*ADAM, "--train-iters", "4"]
 def run(dataset, tmp_path_factory):
     """A run of four steps on four ranks, and the folder of what it wrote: board, log and prints."""
     folder = tmp_path_factory.mktemp("run")
-    flags = f"{CP2} {PP2} {BY_DOCUMENT} --wlb-profile h100-fa2 --tensorboard-dir {folder / 'board'}"
+    stated = json.loads(profile_file("h100-fa2").read_text()) | {"versions": {"torch": "2.0", "cudnn": "91900"}}
+    (folder / "mine.json").write_text(json.dumps(stated))
+    flags = f"{CP2} {PP2} {BY_DOCUMENT} --wlb-profile {folder / 'mine.json'} --tensorboard-dir {folder / 'board'}"
     return train(4, dataset, *flags.split(), *FLAGS, log=folder / "log", prints=folder / "prints"), folder
 
 
@@ -65,6 +67,12 @@ def test_the_start_says_what_is_predicted_of_the_first_steps(run):
     assert re.fullmatch(
         r"> wlb: predicted (\d+\.\d\d) times as fast as Megatron with documents apart[.]( Do not .*)?", line
     )
+
+
+def test_the_start_says_what_a_profile_was_measured_with(run):
+    """As far as the run has that, too: on a CPU no cuDNN."""
+    measured = f"head size 128, not 8, dtype bf16, not fp32, torch 2.0, not {torch.__version__}"
+    assert f"profile h100-fa2 (measured with {measured})\n" in (run[1] / "prints").read_text()
 
 
 def test_what_is_predicted_is_net_of_what_is_switched_off(capsys):

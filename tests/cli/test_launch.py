@@ -245,12 +245,12 @@ def test_attention_across_documents_is_named(words, crosses):
         ("-- torchrun --nproc-per-node 8 mine --seq-length 64", "^no script such as pretrain_gpt.py in torchrun .*; "
          "give behind -- what starts the run, from torchrun or srun on$"),
         ("-- torchrun ${RANKS[@]} pretrain_gpt.py", "RANKS.*is not expanded; give the words that it stands for"),
-        (f"{RUN} {JOB} --num-layers $LAYERS", r"^--num-layers \$LAYERS: Expected `int"),
+        (f"{RUN} {JOB} --num-layers $LAYERS", r"^--num-layers is '\$LAYERS'; it must be int"),
         (f"{RUN} {JOB} --wlb-packings adaptive", "--wlb-packings"),
         (f"{RUN} {JOB} --wlb-memory-budget high", "--wlb-memory-budget: invalid float value: 'high'"),
         (f"{RUN} {JOB} --wlb-memory-budget", "--wlb-memory-budget: expected one argument"),
         ("--model gpt5", "argument --model: invalid choice: 'gpt5'"),
-        ("--num-layers $LAYERS", r"^--num-layers \$LAYERS: Expected `int"),
+        ("--num-layers $LAYERS", r"^--num-layers is '\$LAYERS'; it must be int"),
     ],
 )  # fmt: skip
 def test_words_that_are_no_run(words, message, capsys):

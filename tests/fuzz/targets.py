@@ -96,7 +96,8 @@ def _state_seeds() -> list[bytes]:
         running = packer(policy)
         for step in range(9):
             if step in (0, 3, 8):
-                seeds.append(json.dumps({"packer": running.state(), "job": job().to_json()}).encode())
+                saved = (running.state(), job().to_json(), 0, 0)
+                seeds.append(json.dumps(dict(zip(state.FIELDS, saved, strict=True))).encode())
             running.next()
     return seeds
 
