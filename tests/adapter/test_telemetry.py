@@ -160,6 +160,16 @@ def test_the_log_is_what_compare_reads(run, tmp_path, capsys):
     assert "and profile h100-fa2 is of NVIDIA H100" in refusal(capsys, "compare", str(folder / "log"), "--skip", "2")
 
 
+def test_steps_that_fp16_skips_are_noted(dataset, tmp_path):
+    """The scale overflows until it has been halved often enough."""
+    flags = "--fp16 --initial-loss-scale 1e18 --hysteresis 1 --train-iters 2 --tensorboard-dir".split()
+    log = train(1, dataset, *flags, str(tmp_path / "board"), log=tmp_path / "log", prints=tmp_path / "prints")["log"]
+    assert [entry["skipped"] for entry in log] == [True, True]
+    theirs = re.findall(r"number of skipped iterations: +(\d+) ", (tmp_path / "prints").read_text())
+    assert theirs == ["1", "2"]  # the first line of a start is cleared with the second
+    assert [e.value for e in EventAccumulator(str(tmp_path / "board")).Reload().Scalars("wlb/skipped")] == [1, 1]
+
+
 def test_nothing_is_written_or_measured_without_a_writer(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(clock, "_seconds", lambda *ends: pytest.fail("measured a pass"))
     monkeypatch.setattr(report, "_predicted", lambda *step: pytest.fail("simulated a step"))

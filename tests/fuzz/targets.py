@@ -105,7 +105,8 @@ def _state_seeds() -> list[bytes]:
 def _step_log(data: bytes, folder: Path) -> None:
     (folder / "log.jsonl").write_bytes(data)
     log = compare.read(str(folder / "log.jsonl"), 2)
-    require(log.gpus > 0 and (log.steps[:, :4] > 0).all(), "numbers, counts, times and tokens are over 0")
+    require(log.gpus > 0 and (log.steps[:, :3] > 0).all(), "numbers, counts and times are over 0")
+    require(((log.steps[:, 3] > 0) == (log.steps[:, 5] > 0)).all(), "steps have tokens unless they were skipped")
     require((np.diff(log.steps[:, 0]) > 0).all(), "steps are in order")
 
 
