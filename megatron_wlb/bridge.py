@@ -108,7 +108,7 @@ class _Run(Callback):  # type: ignore[misc]
     def on_train_step_end(self, context: Any) -> None:
         """Report the step, and give Bridge's FLOP count its documents."""
         self._state = state = context.state
-        lengths = self._training.ran(context.loss_dict, state.train_state.step + 1)
+        lengths = self._training.ran(context.loss_dict, state.train_state.step + 1, skipped=bool(context.skipped_iter))
         ranks = state.cfg.data_parallel_size  # Bridge multiplies by it
         state._flops_seqlen_sum = int(lengths.sum()) // ranks
         state._flops_seqlen_sq_sum = int(attended_squares(self._args, lengths)) // ranks

@@ -3,6 +3,7 @@
 `describe.megatron` builds it once, from final values; everything below `describe` takes it.
 """
 
+import json
 import math
 from abc import abstractmethod
 from dataclasses import asdict, dataclass, replace
@@ -436,15 +437,17 @@ class Job:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """List changes between two `to_json`, as "parallel.tp 2 -> 4"."""
+    """List changes between two `to_json`, as "parallel.tp 2 -> 4"; of profiles of two names the names."""
     changes = []
     for name, value in now.items():
         old = before.get(name) if isinstance(before, dict) else None
         if name == "profile":
-            old, value = (each.get("name") if isinstance(each, dict) else each for each in (old, value))
+            names = [each.get("name") if isinstance(each, dict) else each for each in (old, value)]
+            if names[0] != names[1]:
+                old, value = names
         if isinstance(value, dict):
             changes += differences(old if isinstance(old, dict) else {}, value, f"{prefix}{name}.")
-        elif old != value and not (isinstance(value, tuple) and list(value) == old):
+        elif json.dumps(old) != json.dumps(value):  # in which tuples are lists
             text = f"{prefix}{name} {old} -> {value}"  # of a file, maybe
             changes.append("".join(c if c.isprintable() else " " for c in text))
     return changes

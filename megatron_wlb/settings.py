@@ -112,11 +112,25 @@ def within(name: str, value: Any, kind: Any) -> Any:
         if len(own) == len(_kinds(kind)):
             raise TypeError
         msgspec.convert(value, kind, from_attributes=isinstance(value, tuple))
-    except (msgspec.ValidationError, TypeError) as error:
-        wanted = str(error) if isinstance(error, msgspec.ValidationError) else getattr(kind, "__name__", str(kind))
-        wanted = wanted.removeprefix("Expected ").replace("`", "").replace("null", "None")
-        raise ValueError(f"{name} is {_short(value)}; it must be {wanted}") from None
+    except msgspec.ValidationError as error:
+        raise ValueError(in_words(error, value, name)) from None
+    except TypeError:
+        raise ValueError(f"{name} is {_short(value)}; it must be {getattr(kind, '__name__', kind)}") from None
     return value
+
+
+def in_words(error: msgspec.ValidationError, value: Any, name: str = "") -> str:
+    """Return which part of a value is out of its range, and the range; the text of an error of another kind."""
+    text, _, path = str(error).removesuffix("`").partition(" - at `$")
+    if not text.startswith("Expected "):
+        return str(error)
+    for key, place in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        value = getattr(value, key) if hasattr(value, key) else value[key or int(place)]
+    wanted = text.removeprefix("Expected ").replace("`", "").replace("null", "None")
+    if "matching regex" in wanted:
+        choices = re.search(r"\((.*)\)", wanted)
+        wanted = f"one of {choices[1].replace('|', ', ')}" if choices else "text without control characters"
+    return f"{f'{name}{path}'.lstrip('.')} is {_short(value)}; it must be {wanted}"
 
 
 def _kinds(kind: Any) -> tuple[Any, ...]:

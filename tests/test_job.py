@@ -10,6 +10,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 
 from megatron_wlb.describe.flags import PlanSettings
+from megatron_wlb.hardware.profile import Versions, load_profile
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.wlb import WlbPacking
@@ -111,7 +112,7 @@ def test_groups_are_short_where_memory_is_tight():
         ({"max_tokens": MAX_TOKENS + 1}, f"to {MAX_TOKENS}"),
         ({"crossover_tokens": 1 << 60}, "overflows 64 bits"),
         ({"cp_sharding": "wlb"}, "choose one of"),
-        ({"cp_exchange": "none"}, r"cp_exchange is .none.; it must be str matching regex .*ring"),
+        ({"cp_exchange": "none"}, r"cp_exchange is .none.; it must be one of shared, latents, all, ring"),
         ({"cp_exchange": "latents"}, "the model has none"),
         ({"cp_gradients": "fp16"}, "--wlb-cp-gradients is 'fp16'; choose one of fp32, model"),
     ],
@@ -140,6 +141,19 @@ def test_a_job_goes_through_json(name):
     saved = json.loads(json.dumps(described.to_json()))
     assert saved["packing"]["name"] == name and saved["sharding"]["cp_gradients"] == "model"
     assert differences(saved, described.to_json()) == []
+
+
+def test_a_profile_that_was_measured_anew_under_its_name_is_a_change():
+    mine = replace(load_profile("gb200-cudnn-9.22"), name="mine", versions=Versions(torch="2.8"))
+    anew = replace(mine, forward=replace(mine.forward, tile=1.0), versions=Versions(torch="2.9"))
+    saved, same, other, now = (
+        json.loads(json.dumps(job(profile=each).to_json()))
+        for each in (mine, mine, load_profile("gb200-cudnn-9.22"), anew)
+    )
+    assert differences(saved, same) == differences(saved, job(profile=mine).to_json()) == []
+    assert differences(saved, other) == ["profile mine -> gb200-cudnn-9.22"]
+    assert differences(saved, now)[0] == f"profile.forward.tile {mine.forward.tile} -> 1.0"
+    assert differences(saved, now)[-1] == "profile.versions.torch 2.8 -> 2.9"
 
 
 def test_numbers_of_numpy_are_pythons():

@@ -18,8 +18,9 @@ from megatron_wlb import (
     read_index,
     windows,
 )
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
-from megatron_wlb.hardware.profile import KernelTimes, load_profile
+from megatron_wlb.hardware.profile import KernelTimes, Versions, load_profile
 from megatron_wlb.job import Recompute, Sharding
 from megatron_wlb.model import mamba
 from megatron_wlb.pipeline.split import EVEN
@@ -30,6 +31,7 @@ DESCRIBED = [
     PROFILE,
     PROFILE.network,
     KernelTimes(launch=1.0, tile=1.0, query_tile=1.0),
+    Versions(),
     Parallel(),
     Recompute(),
     MODELS["deepseek-v3"],
@@ -112,6 +114,20 @@ def test_every_argument_has_a_range(call, name):
     for value in {"patience": NUMBERS[:6], "budget": [*NUMBERS[:3], "8"]}.get(name, NUMBERS[:7]):
         with pytest.raises(ValueError, match=name):
             call(value)
+
+
+def test_a_range_is_said_in_words():
+    for change, words in {
+        ("name", "a\x1bb"): r"^name is 'a\\x1bb'; it must be text without control characters$",
+        ("gains", (("d\n", 1, 1),)): r"^gains\[0\]\[0\] is 'd\\n'; it must be text without control characters$",
+        ("fp8", (1, 2)): r"^fp8\[0\] is 1; it must be object, got int$",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            replace(PROFILE, **dict([change]))
+    with pytest.raises(ValueError, match="^method is 'x'; it must be one of block, uniform$"):
+        Recompute(method="x")
+    with pytest.raises(ValueError, match="^--recompute-method is 'x'; it must be one of uniform, block; give another"):
+        MegatronArguments.of({"recompute_method": "x"})
 
 
 def test_what_is_hidden_or_no_text_is_refused():

@@ -26,7 +26,6 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_wlb import files
 from megatron_wlb.adapter import conversations
-from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.documents import DOCUMENT
 from megatron_wlb.plan.dataset import check_index, doubts
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
@@ -180,8 +179,7 @@ def empty(args: Namespace, split: str) -> ValueError:
 def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> SplitData:
     """Return what a built dataset holds, from `first_sample` on.
 
-    Where --reset-attention-mask or --reset-position-ids ask for it, pieces end with EOD tokens. They are read for that
-    if Megatron's own mask obeys, by which each of them counts; else only if sampled documents do not end with them.
+    Where --reset-attention-mask or --reset-position-ids ask for it, pieces end with EOD tokens, all of which are read.
     """
     datasets, blend = [dataset], None
     if isinstance(dataset, BlendedDataset):
@@ -197,7 +195,7 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
     # Masks of whole documents come with positions in these.
     resets = (args.reset_attention_mask or args.reset_position_ids) and not args.dataloader_inter_document_masking
     remark = "" if args.wlb_sft else _said_of_ends(datasets, resets=resets)
-    if resets and not args.wlb_sft and (remark or masks_documents(args)):
+    if resets and not args.wlb_sft:
         parts = tuple(_ByEod(*each) for each in zip(parts, texts, strict=True))
     samples = Samples(parts=parts, blend=blend, context_length=args.seq_length)
     order: Callable[[np.ndarray], np.ndarray] | None = None

@@ -59,7 +59,7 @@ def check(args: Namespace) -> None:
 
 def _check_spec(module: str, name: str = "", *, of_stack: bool = False) -> None:
     """Raise ValueError for a --spec that cannot be imported, or is no layer of a GPT or, `of_stack`, no hybrid stack;
-    a function is called later."""
+    a function, which makes a layer alone, is called later."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_wlb.adapter.model import check_layer, check_stack
@@ -68,8 +68,10 @@ def _check_spec(module: str, name: str = "", *, of_stack: bool = False) -> None:
         spec = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--wlb: --spec {module} {name}: {error}; give a module on PYTHONPATH and its spec") from None
-    if isinstance(spec, ModuleSpec):
-        (check_stack if of_stack else check_layer)(spec)
+    if of_stack:
+        check_stack(spec)
+    elif isinstance(spec, ModuleSpec):
+        check_layer(spec)
 
 
 def described(args: Namespace) -> Description:

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 
+from megatron_wlb.adapter.compat import one_line
 from megatron_wlb.adapter.latent import WlbLatentAttention, WlbLatentExchange
 from megatron_wlb.adapter.linear import GatedDeltaNet, WlbGatedDeltaNet
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
@@ -155,7 +156,7 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options
         from megatron.training.models.gpt import default_layer_spec  # from 0.19 on
 
         spec = default_layer_spec(config, vp_stage)
-    elif isinstance(given, ModuleSpec):
+    elif isinstance(given, ModuleSpec) or not callable(given):
         spec = copy.deepcopy(given)
     else:  # called as upstream does
         takes_stage = "vp_stage" in inspect.signature(given).parameters
@@ -165,8 +166,9 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options
         # Only a spec of the whole block selects the final norm.
         count = get_num_layers_to_build(transformer, vp_stage=vp_stage)
         spec = TransformerBlockSubmodules(layer_specs=[spec] * count)
-    for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
-        _adapt(layer, transformer, options)
+    with one_line():  # what a function makes was not known before
+        for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
+            _adapt(layer, transformer, options)
     if config.transformer_impl == "local":
         spec.layer_norm = TorchNorm
     return spec
@@ -187,7 +189,7 @@ def _stack_spec(given: Any, config: Any, options: AttentionOptions) -> Any:
 
 
 def check_stack(spec: Any) -> None:
-    """Raise ValueError for another spec than one of Megatron's hybrid stack with its own Mamba layers."""
+    """Raise ValueError for another spec than one of Megatron's hybrid stack with its own Mamba layers and attention."""
     mixer = getattr(getattr(spec, "submodules", None), "mamba_layer", None)
     found = getattr(getattr(getattr(mixer, "submodules", None), "mixer", None), "module", None)
     if found is not MambaMixer:
@@ -195,6 +197,7 @@ def check_stack(spec: Any) -> None:
             f"--wlb: --spec names {getattr(found, '__name__', 'no Mamba layers')}, and --hybrid-layer-pattern wants "
             "layers with Megatron's MambaMixer; leave one of them out"
         )
+    check_layer(spec.submodules.attention_layer)
 
 
 def adapt_mtp(layer: Any, config: Any, options: AttentionOptions) -> None:

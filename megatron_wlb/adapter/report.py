@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import time
 from argparse import Namespace
 from collections import Counter
@@ -24,12 +25,13 @@ from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.documents import PackedBatch
+from megatron_wlb.hardware.profile import Versions
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.backends import Choice
-from megatron_wlb.runtime.measure import device_name
+from megatron_wlb.runtime.measure import device_name, versions
 from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import shares, simulate_step
@@ -97,7 +99,10 @@ class Report:
             f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         )
         other = job.profile.differences(
-            head_size=job.model.head_size, dtype=_DTYPES[self._args.params_dtype], backend=backend.name
+            head_size=job.model.head_size,
+            dtype=_DTYPES[self._args.params_dtype],
+            backend=backend.name,
+            versions=Versions(**versions(device)),
         )
         measured = f" (measured with {other})" if other else ""
         print_rank_0(f"> wlb: attention backend {backend}, profile {job.profile.name}{measured}")
@@ -127,8 +132,9 @@ class Report:
         counted = ["args", "batch_size"]
         if compat.upstream().counts_documents:
             counted += ["seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"]
+        logged = ("loss_dict", "total_loss_dict", "iteration", "skipped_iter")
         with (
-            compat.replaced(training, "training_log", self._logged, ("loss_dict", "total_loss_dict", "iteration")),
+            compat.replaced(training, "training_log", self._logged, logged),
             compat.replaced(training, "num_floating_point_operations", self._counted, counted),
         ):
             yield
@@ -159,34 +165,37 @@ class Report:
 
         @functools.wraps(original)
         def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args, **kwargs):  # type: ignore[no-untyped-def]
+            call = inspect.signature(original).bind(
+                loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs
+            )
             # Upstream accumulates and clears these losses, so read the loss first.
             measured = self._measured(loss_dict, iteration)
             steps = 1 + sum(int(total_loss_dict.get(f"{kind} iterations", 0)) for kind in ("advanced", "skipped"))
             del self._flops[:-steps]
             self._in_line = True
-            result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            result = original(*call.args, **call.kwargs)
             self._in_line = False
-            self._write(iteration, *measured)
+            self._write(iteration, bool(call.arguments["skipped_iter"]), *measured)
             return result
 
         return training_log
 
-    def log(self, loss_dict: Any, iteration: int) -> None:
-        """Report a step that has run; only the last rank has its loss."""
-        self._write(iteration, *self._measured(loss_dict, iteration))
+    def log(self, loss_dict: Any, iteration: int, *, skipped: bool) -> None:
+        """Report a step that has run; only the last rank has its loss. `skipped`: its gradients were not finite."""
+        self._write(iteration, skipped, *self._measured(loss_dict, iteration))
 
     def _measured(self, loss_dict: Any, iteration: int) -> tuple[float | None, float]:
         wanted = self._wants(iteration) or self._run.digest
         loss = float(loss_dict["lm loss"]) if _is_last() and wanted else None
         return loss, time.perf_counter() - self._began  # on a GPU, too: reading the loss waits for the step
 
-    def _write(self, iteration: int, loss: float | None, took: float) -> None:
+    def _write(self, iteration: int, skipped: bool, loss: float | None, took: float) -> None:
         digest = reduced(self._digested()) if self._run.digest else None
         measured = self.clock.shares(None if loss is None else took) if self._wants(iteration) else None
         if loss is None:
             return
         plan = self._plans.trained(iteration)
-        entry = self._entry(plan, loss, took, measured)
+        entry = self._entry(plan, loss, took, measured) | {"skipped": skipped}
         if digest is not None:
             print(digest_line(iteration, digest), flush=True)
             entry["digest"] = digest

@@ -220,9 +220,9 @@ class Training:
         given = None if weights is None else weights[0]
         return output, functools.partial(token_loss, self._args, loss_mask, given, reports_weighted=of_means, seen=seen)
 
-    def ran(self, loss_dict: Any, iteration: int) -> np.ndarray:
+    def ran(self, loss_dict: Any, iteration: int, *, skipped: bool) -> np.ndarray:
         """Report a training step that ran as `iteration`; returns the lengths of its documents, int64 [n]."""
-        self._report.log(loss_dict, iteration)
+        self._report.log(loss_dict, iteration, skipped=skipped)
         return self._report.trained_lengths()
 
     @contextlib.contextmanager

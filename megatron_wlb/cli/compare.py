@@ -415,6 +415,8 @@ class _Line(msgspec.Struct):
     step_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
     tokens: Annotated[int, msgspec.Meta(ge=1)]
     job: _Job
+    skipped: bool | None = None
+    """None: of a release that did not say it."""
     loss: float | None = None
     device: str = ""
     predicted_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)] | None = None
@@ -453,8 +455,9 @@ def _of_step_log(name: str, skip: int) -> Log:
     starts = read_step_log(name)
 
     def row(line: _Line) -> tuple[float, ...]:
-        loss = math.nan if line.loss is None else line.loss
-        return line.step, 1, line.step_ms / 1e3, line.tokens, loss, 1
+        if line.skipped:
+            return line.step, 1, line.step_ms / 1e3, 0, 0.0, 0
+        return line.step, 1, line.step_ms / 1e3, line.tokens, math.nan if line.loss is None else line.loss, 1
 
     job = starts[-1][-1].job
     arguments = {
@@ -464,7 +467,10 @@ def _of_step_log(name: str, skip: int) -> Log:
     }
     known = {name: value for name, value in arguments.items() if value is not None}
     rows = [[*map(row, start)] for start in starts]
-    return _log(name, _gpus(starts[0][0]), rows, skip, whole=False, arguments=known, is_nan=True)
+    untold = sum(line.skipped is None for start in starts for line in start)
+    remarks = [f"{untold:,} of its steps, of an earlier release, do not say if they were skipped: they count."]
+    remarks *= untold > 0
+    return _log(name, _gpus(starts[0][0]), rows, skip, remarks, whole=False, arguments=known, is_nan=True)
 
 
 def _of_tensorboard(name: str, skip: int) -> Log:
@@ -498,11 +504,14 @@ def _of_tensorboard(name: str, skip: int) -> Log:
     losses, ours = values("lm loss"), values("wlb/step_ms")
     trained, spent, norms, sizes = (values(tag) for tag in ("wlb/tokens", "iteration-time", "grad-norm", "batch-size"))
     skipped = {n for n in losses if norms and n not in norms and n >= min(norms)}  # whose gradient has no norm
+    skipped |= {n for n, value in values("wlb/skipped").items() if value}
     stated = {tag.removesuffix("/text_summary") for tag in tensors if tag.endswith("/text_summary")}
     rows: list[tuple[float, ...]] = []
     remarks: list[str] = []
     if ours:
-        rows = [(n, 1, ms / 1e3, trained[n], losses.get(n, math.nan), 1) for n, ms in ours.items() if n in trained]
+        for n in ours.keys() & trained.keys():
+            kept = (0, 0.0, 0) if n in skipped else (trained[n], losses.get(n, math.nan), 1)
+            rows.append((n, 1, ours[n] / 1e3, *kept))
         if lost := len(ours) - len(rows):
             remarks.append(f"{lost:,} of its steps have no tokens, and are left out.")
     elif spent:

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib import resources
 from typing import Any, NamedTuple
 
 import msgspec
@@ -72,12 +73,8 @@ ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "e
 """Arguments that --wlb or the recommended flags set; a log has them whether they were given or not."""
 WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 """Arguments that --wlb refuses, and that a log shows where nobody gave them, see `usual`."""
-_SWITCHES = {name for name, kind in MegatronArguments.__annotations__.items() if kind in (bool, bool | None)} | {
-    *_OFF,
-    *(name for name, timed in _MATTER.items() if timed == (False,)),
-    *masks.READ,
-} - {"transformer_impl", "window_size", "wlb"}
-"""Arguments whose flags take no value."""
+SWITCHES = {*(resources.files("megatron_wlb.cli") / "switches.txt").read_text().split()}
+"""Flags of all supported versions that take no value, without their dashes."""
 LISTS = set(
     """cp_comm_type cuda_graph_modules cuda_graph_scope data_path ddp_param_name_patterns_for_fp32_local_accumulation
     hierarchical_context_parallel_sizes high_priority_stream_groups iterations_to_skip moe_aux_loss_coeff
@@ -362,7 +359,7 @@ def _stated(words: Sequence[str]) -> dict[str, Any]:
         if word.startswith("--"):
             values = given[files.printable(flag[2:])] = [value] if equals else []
             name = names.get(flag[2:], flag[2:].replace("-", "_"))
-            is_switch = name in _SWITCHES or flag[2:] in switched_off
+            is_switch = flag[2:] in SWITCHES
             room = sys.maxsize if name in LISTS else int(not is_switch)
             if is_switch and equals:
                 raise ValueError(f"{short(flag)} takes no value, and {short(value)} is one; leave it out")

@@ -34,7 +34,7 @@ from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.documents import Shard, ShardPlan
-from megatron_wlb.hardware.profile import GPUS, KernelModel, KernelTimes, Profile, gpu_of, load_profile
+from megatron_wlb.hardware.profile import GPUS, KernelModel, KernelTimes, Profile, Versions, gpu_of, load_profile
 from megatron_wlb.sharding.select import divide
 
 LONGEST_TOKENS = {"cuda": (131072, 16384), "cpu": (4096, 1024)}
@@ -71,11 +71,11 @@ def run(args: argparse.Namespace) -> None:
     chosen = shapes(LONGEST_TOKENS[target.device][args.quick])
     with writer(args.output) as file:
         linear_us, attention_us = _measure(args, target, chosen)
-        known: dict[str, Any] = {"device": measure.device_name(target.device)}
+        versions = Versions(python=platform.python_version(), **measure.versions(target.device))
+        known: dict[str, Any] = {"device": measure.device_name(target.device), "versions": versions}
         if target.device == "cuda":
             known["memory_gib"] = round(torch.cuda.get_device_properties().total_memory / 2**30, 1)
         data = _fit(args, target, chosen, linear_us, attention_us, known)
-        data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
         data |= {"date": datetime.date.today().isoformat(), "command": shlex.join(["megatron-wlb", *args.typed])}
         write_json(file, data)
     _print(data)

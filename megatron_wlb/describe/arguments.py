@@ -7,6 +7,8 @@ from typing import Annotated, Any, get_args
 import msgspec
 from msgspec import Meta
 
+from megatron_wlb.settings import in_words
+
 SWITCHED_OFF = {
     "apply_rope_fusion": "no-rope-fusion",
     "overlap_p2p_comm": "no-overlap-p2p-communication",
@@ -166,7 +168,7 @@ class MegatronArguments:
             try:
                 value = msgspec.convert(value, f.type, strict=False)
             except msgspec.ValidationError as error:
-                raise ValueError(f"{flag_of(f.name)} {short(value)}: {error}; give another value") from None
+                raise ValueError(f"{in_words(error, value, flag_of(f.name))}; give another value") from None
             values[f.name] = value
         return cls(**{name: value for name, value in values.items() if value is not None})
 

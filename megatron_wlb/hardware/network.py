@@ -1,14 +1,46 @@
 """Communication times: fitted to NCCL within a node, assumed between nodes."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from megatron_wlb.settings import Count, Name, Rate, Time, checked
+from megatron_wlb.settings import Count, Name, Rate, Time, checked, in_words
+
+NOTES = {*"assumed command crossover_tokens date device error kernel_measured linear products source unit".split()}
+"""Fields of files that say where their numbers come from, and do not count."""
+
+
+def of_file[T](text: bytes, kind: type[T]) -> T:
+    """Return what the JSON of a file holds. Raises msgspec.MsgspecError for anything else.
+
+    A field that is not read is refused: misspelt, or of another release, it would be missing without a word.
+    """
+    found = msgspec.json.decode(text)
+    try:
+        taken = msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(in_words(error, found)) from None
+    if strange := next(_strange(found, msgspec.to_builtins(taken)), ""):
+        raise msgspec.ValidationError(f"its field {strange} is not one that this release reads; correct or remove it")
+    return taken
+
+
+def _strange(found: Any, taken: Any, where: str = "") -> Iterator[str]:
+    """Yield the fields in JSON, at any depth, that were not taken."""
+    if isinstance(found, dict):
+        yield from (f"{where}{name}" for name in found if name not in taken and name not in NOTES)
+        found = {name: value for name, value in found.items() if name in taken}
+    elif isinstance(found, list):
+        found = dict(enumerate(found))
+    else:
+        return
+    for name, value in found.items():
+        yield from _strange(value, taken[name], f"{where}{name}.")
 
 
 def _moved(name: str, ranks: int) -> float:
@@ -107,4 +139,4 @@ class Network:
 
 
 NETWORKS = resources.files("megatron_wlb.hardware") / "networks"
-H100_NETWORK = msgspec.json.decode((NETWORKS / "h100.json").read_bytes(), type=Network)
+H100_NETWORK = of_file((NETWORKS / "h100.json").read_bytes(), Network)

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 
 from megatron_wlb import files
-from megatron_wlb.hardware.network import H100_NETWORK, Network
+from megatron_wlb.hardware.network import H100_NETWORK, Network, of_file
 from megatron_wlb.settings import Count, Name, Rate, Share, Time, checked
 
 
@@ -105,6 +105,21 @@ _TIMES = tuple(each.name for each in fields(KernelTimes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """Of the software that runs kernels; None if it is not known, or there is none."""
+
+    python: Name | None = None
+    torch: Name | None = None
+    cuda: Name | None = None
+    cudnn: Name | None = None
+    transformer_engine: Name | None = None
+    flash_attn_3: Name | None = None
+
+    def __post_init__(self) -> None:
+        checked(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """The inputs of predicted times, and a JSON file. Raises ValueError."""
 
@@ -126,6 +141,8 @@ class Profile:
     """Of the kernel times; None if not stated."""
     device: Name | None = None
     """As torch names it, or the beginning of that."""
+    versions: Versions = Versions()
+    """With which it was measured."""
     attention_backward: Rate = 2.5
     """Backward over forward time of attention if not measured: 5 matrix products against 2."""
     assumed_tflops: Rate = 576.0
@@ -220,11 +237,13 @@ class Profile:
             return f"Profile {self.name}{of_device} has no rate of {precision}, which counts as bf16{others}."
         return ""
 
-    def differences(self, *, head_size: int, dtype: str, backend: str) -> str:
-        """Return how kernels differ from a run: "head size 128, not 64", or ""."""
-        measured = {"head size": self.head_size, "dtype": self.dtype, "backend": self.backend}
-        pairs = zip(measured.items(), (head_size, dtype, backend), strict=True)
-        return ", ".join(f"{name} {ours}, not {run}" for (name, ours), run in pairs if ours not in (None, run))
+    def differences(self, *, head_size: int, dtype: str, backend: str, versions: Versions) -> str:
+        """Return how kernels differ from a run: "head size 128, not 64", or ""; what a side lacks is no difference."""
+        ours, runs = asdict(self.versions), asdict(versions)
+        measured = {"head size": self.head_size, "dtype": self.dtype, "backend": self.backend, **ours}
+        run = {"head size": head_size, "dtype": dtype, "backend": backend, **runs}
+        differ = [name for name, value in measured.items() if None not in (value, run[name]) and value != run[name]]
+        return ", ".join(f"{name} {measured[name]}, not {run[name]}" for name in differ)
 
 
 FLOPS_PROFILE = Profile(
@@ -287,7 +306,7 @@ def load_profile(name_or_path: str) -> Profile:
         return FLOPS_PROFILE
     try:
         text = files.read(profile_file(name_or_path), 1 << 20, "give what `megatron-wlb profile` wrote")
-        found = msgspec.json.decode(text, type=Profile)
+        found = of_file(text, Profile)
         # The name of `FLOPS_PROFILE` is its alone.
         return replace(found, name=name_or_path) if found.counts_pairs else found
     except msgspec.MsgspecError as error:

@@ -14,6 +14,8 @@ from megatron_wlb.job import Job
 
 FORMAT = "megatron-wlb-packer-state"
 VERSION = 5
+FIELDS = ("packer", "job", "consumed_samples", "documents")
+"""Of a file."""
 MAX_BYTES = 4 << 30
 """Far above any state (100 bytes per waiting document); a larger file is neither read nor written."""
 
@@ -57,8 +59,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job, consumed
     Raises OSError, naming the file, if the disk does not take it, and ValueError for a state that `load` would refuse.
     """
     text = json.dumps(
-        {"packer": state, "job": job.to_json(), "consumed_samples": consumed_samples, "documents": documents},
-        separators=(",", ":"),
+        dict(zip(FIELDS, (state, job.to_json(), consumed_samples, documents), strict=True)), separators=(",", ":")
     )
     if len(text) > MAX_BYTES:
         raise ValueError(f"the packer state {path} has {len(text)} bytes, over {MAX_BYTES}; let fewer documents wait")
@@ -74,7 +75,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job, consumed
         ) from error
 
 
-def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any], int | None, int | None]:
+def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any], int, int]:
     """Read a file of `save`: state, job as JSON types, samples consumed, digest of documents. Raises ValueError."""
     path = Path(path)
     if not path.is_file():
@@ -87,6 +88,9 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any], 
         data = json.loads(text)
         data = data if isinstance(data, dict) else {}
         check(data.get("packer"))
+        if data.keys() != {*FIELDS}:
+            raise ValueError(f"its fields are {', '.join(sorted(data))}, not {', '.join(FIELDS)}")
     except (ValueError, RecursionError) as error:  # truncated, no text, nested too deeply, or refused by `check`
         raise ValueError(f"{path} cannot be read as a packer state: {error}; restore it") from error
-    return data["packer"], data.get("job") or {}, data.get("consumed_samples"), data.get("documents")
+    packer, job, consumed, documents = (data[name] for name in FIELDS)
+    return packer, job, consumed, documents

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,17 @@ class Target(NamedTuple):
 def device_name(device: str) -> str:
     """Return the name of "cuda" or "cpu" in profiles and logs."""
     return torch.cuda.get_device_name() if device == "cuda" else f"one thread of an {platform.machine()} CPU"
+
+
+def versions(device: str) -> dict[str, str | None]:
+    """Return the versions of what runs kernels on "cuda" or "cpu", by the fields of profiles."""
+    found: dict[str, str | None] = {"torch": str(torch.__version__)}
+    if device == "cuda":
+        found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
+        for package in ("transformer_engine", "flash_attn_3"):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[package] = metadata.version(package)
+    return found
 
 
 def target_of(model: ModelShape, device: str | None, backend: str, dtype: str | None) -> Target:

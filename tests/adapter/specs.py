@@ -17,7 +17,7 @@ class DoubtfulAttention(DotProductAttention):
     """A core attention that is not Megatron's."""
 
 
-def doubtful_layer():
+def doubtful_layer(config=None):
     layer = get_gpt_layer_local_spec()
     layer.submodules.self_attention.submodules.core_attention = DoubtfulAttention
     return layer

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
@@ -18,13 +19,14 @@ from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
 from megatron_wlb.adapter import compat, cpu, data, datasets, jobs, legacy
-from megatron_wlb.adapter.model import WlbCoreAttention
+from megatron_wlb.adapter.model import WlbCoreAttention, check_stack
 from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.plan.samples import windows
 from megatron_wlb.simulate.memory import DEVICE_SHARE
 from tests.adapter.datasets import write_lengths
+from tests.adapter.specs import DOUBTFUL
 from tests.adapter.training import MODEL, VPP2, less, train
 from tests.cli.analyses import run
 
@@ -48,6 +50,7 @@ REFUSED = {
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention",
     "--spec tests.adapter.specs DOUBTFUL": "the layer is DoubtfulAttention, not Megatron's DotProductAttention",
+    "--hybrid-layer-pattern M* --spec tests.adapter.specs doubtful_layer": "--spec names no Mamba layers, and",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
     "--wlb-max-tokens 128": "is 128; it must be from 256, the context window",
     "--wlb-max-tokens 301 --context-parallel-size 2": "give a multiple of 4",
@@ -71,6 +74,14 @@ def test_refused(flags, parse):
         jobs.check(args)
     assert "--" in str(error.value)
     assert not torch.distributed.is_initialized()
+
+
+def test_a_hybrid_stack_with_a_core_attention_of_its_own_is_refused():
+    stack = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
+    check_stack(stack)
+    doubtful = replace(stack, submodules=replace(stack.submodules, attention_layer=DOUBTFUL))
+    with pytest.raises(ValueError, match="the layer is DoubtfulAttention, not Megatron's DotProductAttention; leave"):
+        check_stack(doubtful)
 
 
 def test_what_is_refused_if_given_at_all_is_off_by_default(parse):

@@ -175,6 +175,15 @@ def test_tokenizers_without_a_pad_token(flags, dataset, monkeypatch):
     compare(train(2, dataset, *GENTLE.split(), *flags.split(), *CP2.split()), theirs)
 
 
+def test_indexes_that_are_loaded_without_the_documents_of_a_split(dataset, tmp_path):
+    """--dataloader-fast-cache-load, from a cache that is there; documents that the start samples are the index's."""
+    flags = [*GENTLE.split(), "--train-data-path", dataset, "--data-cache-path", str(tmp_path)]
+    theirs = train(1, "", *flags, wlb=False, without="--split")
+    fast, prints = [*flags, "--dataloader-fast-cache-load"], tmp_path / "prints"
+    compare(train(2, "", *fast, *CP2.split(), without="--split", prints=prints), theirs)
+    assert "sampled" not in prints.read_text()
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_texts_inside_documents(ends, tmp_path):
     """Where resetting is asked for, EOD ends a text wherever it is; a document without EOD goes on in the next."""
@@ -191,7 +200,10 @@ def test_texts_inside_documents(ends, tmp_path):
 
 @pytest.mark.parametrize("inner", [True, False])
 def test_rare_texts_inside_documents(inner, tmp_path):
-    """EOD inside one document of ten, or not at its end, and in none that the start samples."""
+    """EOD inside one document of ten, or not at its end, and in none that the start samples.
+
+    Pieces are the same where Megatron ignores the mask.
+    """
     rng, data = np.random.default_rng(5), tmp_path / "corpus"
     lengths = rng.integers(60, 200, 10 * SAMPLED)
     tokens, ends = rng.integers(0, VOCABULARY, int(lengths.sum()), dtype=np.int32), np.cumsum(lengths)
@@ -205,6 +217,8 @@ def test_rare_texts_inside_documents(inner, tmp_path):
     compare(train(2, str(data), *flags, *CP2.split(), prints=prints), theirs)
     assert "> wlb: every step trains what Megatron's would\n" in (said := prints.read_text())
     assert "sampled" not in said
+    compare(train(1, str(data), *flags, "--no-create-attention-mask-in-dataloader", prints=prints), theirs)
+    assert "ignore --reset-attention-mask" in prints.read_text()
 
 
 def test_documents_that_are_packed_do_not_end_at_eod(tmp_path):

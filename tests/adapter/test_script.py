@@ -123,6 +123,10 @@ def test_the_health_check_of_images():
         ([*RUN, "nowhere/pretrain_gpt.py"], "nowhere/pretrain_gpt.py is not a file; give the path"),
         ([OURS, *MODEL, *CPU], "with --wlb only; give it, or run upstream's script: python -m megatron_wlb.run"),
         ([OURS, "--wlb", *MODEL, *CPU, "--data-path", "no\n\x1b[31mwhere"], r"file no  \[31mwhere.idx does not"),
+        (
+            [OURS, "--wlb", *MODEL, *CPU, *"--mock-data --spec tests.adapter.specs doubtful_layer".split()],
+            "pretrain_gpt.py: error: --wlb .* the layer is DoubtfulAttention, not Megatron's DotProductAttention;",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(command, message):

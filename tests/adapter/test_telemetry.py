@@ -19,7 +19,7 @@ from megatron_wlb.adapter import clock, forecast, report
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.documents import PackedBatch
-from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.hardware.profile import load_profile, profile_file
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.step import shard_step
@@ -40,7 +40,9 @@ FLAGS = [*ADAM, "--train-iters", "4"]
 def run(dataset, tmp_path_factory):
     """A run of four steps on four ranks, and the folder of what it wrote: board, log and prints."""
     folder = tmp_path_factory.mktemp("run")
-    flags = f"{CP2} {PP2} {BY_DOCUMENT} --wlb-profile h100-fa2 --tensorboard-dir {folder / 'board'}"
+    stated = json.loads(profile_file("h100-fa2").read_text()) | {"versions": {"torch": "2.0", "cudnn": "91900"}}
+    (folder / "mine.json").write_text(json.dumps(stated))
+    flags = f"{CP2} {PP2} {BY_DOCUMENT} --wlb-profile {folder / 'mine.json'} --tensorboard-dir {folder / 'board'}"
     return train(4, dataset, *flags.split(), *FLAGS, log=folder / "log", prints=folder / "prints"), folder
 
 
@@ -65,6 +67,12 @@ def test_the_start_says_what_is_predicted_of_the_first_steps(run):
     assert re.fullmatch(
         r"> wlb: predicted (\d+\.\d\d) times as fast as Megatron with documents apart[.]( Do not .*)?", line
     )
+
+
+def test_the_start_says_what_a_profile_was_measured_with(run):
+    """As far as the run has that, too: on a CPU no cuDNN."""
+    measured = f"head size 128, not 8, dtype bf16, not fp32, torch 2.0, not {torch.__version__}"
+    assert f"profile h100-fa2 (measured with {measured})\n" in (run[1] / "prints").read_text()
 
 
 def test_what_is_predicted_is_net_of_what_is_switched_off(capsys):
@@ -150,6 +158,16 @@ def test_the_log_is_what_compare_reads(run, tmp_path, capsys):
     assert json.loads(out.read_text())["loss_difference"] < 1e-6
     capsys.readouterr()
     assert "and profile h100-fa2 is of NVIDIA H100" in refusal(capsys, "compare", str(folder / "log"), "--skip", "2")
+
+
+def test_steps_that_fp16_skips_are_noted(dataset, tmp_path):
+    """The scale overflows until it has been halved often enough."""
+    flags = "--fp16 --initial-loss-scale 1e18 --hysteresis 1 --train-iters 2 --tensorboard-dir".split()
+    log = train(1, dataset, *flags, str(tmp_path / "board"), log=tmp_path / "log", prints=tmp_path / "prints")["log"]
+    assert [entry["skipped"] for entry in log] == [True, True]
+    theirs = re.findall(r"number of skipped iterations: +(\d+) ", (tmp_path / "prints").read_text())
+    assert theirs == ["1", "2"]  # the first line of a start is cleared with the second
+    assert [e.value for e in EventAccumulator(str(tmp_path / "board")).Reload().Scalars("wlb/skipped")] == [1, 1]
 
 
 def test_nothing_is_written_or_measured_without_a_writer(dataset, tmp_path, monkeypatch):

@@ -279,7 +279,9 @@ def _merge(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     for shards in ranks:
         for name, (tensor, dim, rank, size, rows) in shards.items():
             known = found.setdefault(name, {}).setdefault(rank if dim >= 0 else 0, tensor)
-            torch.testing.assert_close(tensor, known, rtol=1e-4, atol=1e-6, msg=f"replicas of {name} differ")
+            torch.testing.assert_close(
+                tensor, known, rtol=1e-4, atol=1e-6, equal_nan=True, msg=f"replicas of {name} differ"
+            )
             splits[name] = (dim, size, rows)
     merged = {}
     for name, parts in found.items():

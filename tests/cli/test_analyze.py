@@ -1,5 +1,6 @@
 """`megatron-wlb analyze`: its numbers by hand, and what they are compared with."""
 
+import json
 import re
 from dataclasses import replace
 from itertools import chain
@@ -11,6 +12,7 @@ from megatron_wlb.cli.analyze.report import Report, data_entries
 from megatron_wlb.cli.analyze.setup import Megatron, schemes
 from megatron_wlb.cli.analyze.table import verdict
 from megatron_wlb.documents import PackedBatch
+from megatron_wlb.hardware.profile import profile_file
 from megatron_wlb.packing.adaptive import arranged
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import shard_step
@@ -199,6 +201,17 @@ def test_overlapped_communication_counts_in_all_columns(tmp_path, long):
         before, after = (each["schemes"][name]["us_per_token"] for each in (alone, found))
         assert after < before
     assert alone["schemes"]["thd"]["speedup"] == 1
+
+
+def test_what_a_profile_was_measured_with_is_said(tmp_path, data):
+    versions = {"torch": "2.8.0", "cuda": "12.8", "cudnn": None}
+    stated = json.loads(profile_file("h100-fa2").read_text()) | {"versions": versions}
+    (tmp_path / "mine.json").write_text(json.dumps(stated))
+    words = f"--steps 2 --wlb-profile {tmp_path / 'mine.json'} --num-gpus 1"
+    found = analyse(tmp_path, words, JOB, "--data-path", data)
+    assert found["profile"]["versions"] == {"torch": "2.8.0", "cuda": "12.8"}
+    said = "profile h100-fa2 (NVIDIA H100), measured with torch 2.8.0, cuda 12.8. Its errors"
+    assert any(said in fact for fact in found["facts"])
 
 
 def test_masks_of_upstream_that_do_not_hold_are_named(long):

@@ -324,6 +324,18 @@ def test_skipped_steps_train_no_token(tmp_path, capsys):
     )
 
 
+def test_skipped_steps_of_a_step_log_train_no_token(tmp_path, capsys):
+    steps = [entry(i, SLOW[i - 1], LOSSES[i - 1], skipped=i % 2 == 0) for i in range(1, STEPS + 1)]
+    base = step_log(tmp_path / "a", SLOW, skipped=False)
+    found = compared(tmp_path, base, write(tmp_path / "b", steps))
+    said = capsys.readouterr().out
+    assert found["ratio"] == pytest.approx(0.5, rel=2e-2) and found["loss_difference"] == 0
+    assert "- RUN: 30 of its steps were skipped: they took time and trained no token.\n" in said
+    assert "earlier release" not in said
+    compared(tmp_path, base, step_log(tmp_path / "c", SLOW))
+    assert "- RUN: 70 of its steps, of an earlier release, do not say if they were" in capsys.readouterr().out
+
+
 def test_what_runs_differ_in_is_named(tmp_path, capsys):
     """And with another model, other data or another seed nothing is compared in pairs."""
     base = text_log(tmp_path / "a", SLOW, lr=1e-4, recompute_granularity=None, seed=1, data_path=["x"], save="s")
@@ -416,4 +428,14 @@ def test_a_board_has_the_batch_of_every_step(tmp_path, capsys):
         writer.add_event(Event(step=number, summary=Summary(value=values)))
     writer.close()
     assert compared(tmp_path, base, skipped)["ratio"] == pytest.approx(0.5)
+    assert "- RUN: 25 of its steps were skipped" in capsys.readouterr().out
+
+    ours = board(tmp_path / "d", np.full(60, 0.1), np.ones(60))
+    writer = EventFileWriter(str(ours), filename_suffix=".wlb")
+    for number in range(1, 61):
+        tags = {"step_ms": 100.0, "tokens": TOKENS, "skipped": 1 - number % 2}
+        values = [Summary.Value(tag=f"wlb/{tag}", simple_value=value) for tag, value in tags.items()]
+        writer.add_event(Event(step=number, summary=Summary(value=values)))
+    writer.close()
+    assert compared(tmp_path, base, ours)["ratio"] == pytest.approx(0.5)
     assert "- RUN: 25 of its steps were skipped" in capsys.readouterr().out

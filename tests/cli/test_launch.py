@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.cli.launch import LISTS, NOT_SIMULATED, read_command, read_flags
+from megatron_wlb.cli.launch import LISTS, NOT_SIMULATED, SWITCHES, read_command, read_flags
 from megatron_wlb.describe.arguments import flag_of
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
@@ -245,12 +245,12 @@ def test_attention_across_documents_is_named(words, crosses):
         ("-- torchrun --nproc-per-node 8 mine --seq-length 64", "^no script such as pretrain_gpt.py in torchrun .*; "
          "give behind -- what starts the run, from torchrun or srun on$"),
         ("-- torchrun ${RANKS[@]} pretrain_gpt.py", "RANKS.*is not expanded; give the words that it stands for"),
-        (f"{RUN} {JOB} --num-layers $LAYERS", r"^--num-layers \$LAYERS: Expected `int"),
+        (f"{RUN} {JOB} --num-layers $LAYERS", r"^--num-layers is '\$LAYERS'; it must be int"),
         (f"{RUN} {JOB} --wlb-packings adaptive", "--wlb-packings"),
         (f"{RUN} {JOB} --wlb-memory-budget high", "--wlb-memory-budget: invalid float value: 'high'"),
         (f"{RUN} {JOB} --wlb-memory-budget", "--wlb-memory-budget: expected one argument"),
         ("--model gpt5", "argument --model: invalid choice: 'gpt5'"),
-        ("--num-layers $LAYERS", r"^--num-layers \$LAYERS: Expected `int"),
+        ("--num-layers $LAYERS", r"^--num-layers is '\$LAYERS'; it must be int"),
     ],
 )  # fmt: skip
 def test_words_that_are_no_run(words, message, capsys):
@@ -327,7 +327,9 @@ DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\uff0d"
             for dash in DASHES[4:6]
             for more in ("", "-", "\u2014")
         ),
-        ("--log-throughput context-parallel-size 2", "2"),
+        ("--log-throughput context-parallel-size 2", "context-parallel-size"),
+        ("--use-flash-attn bf16", "bf16"),
+        ("--no-gradient-reduce-div-fusion 1 --seed 3", "1"),
         ("--save -tp 2", "-tp"),
         ("--save a b", "b"),
         ("--bf16 true", "true"),
@@ -355,8 +357,10 @@ def test_flags_take_as_many_words_as_upstreams():
     """Lists are those of its parser, and what takes a value there takes one here."""
     from megatron.training.arguments import add_megatron_arguments
 
-    actions = add_megatron_arguments(argparse.ArgumentParser())._actions
+    actions = add_megatron_arguments(argparse.ArgumentParser(add_help=False))._actions
     assert {a.option_strings[0] for a in actions if a.nargs not in (None, 0)} <= {*map(flag_of, LISTS)}
+    switches = {flag.removeprefix("--") for a in actions if a.nargs == 0 for flag in a.option_strings}
+    assert switches <= SWITCHES and not SWITCHES & {f[2:] for a in actions if a.nargs != 0 for f in a.option_strings}
     valued = {a.option_strings[0] for a in actions if a.nargs != 0}
     for flag in valued - {"--hybrid-override-pattern"}:
         read_command(["python", "pretrain_gpt.py", flag, "4"], any_model=True)

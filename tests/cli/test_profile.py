@@ -122,7 +122,7 @@ MEASURE = "megatron_wlb.runtime.measure."
         ("SMALL --dtype fp8", "--dtype: invalid choice: 'fp8'", {}),
         ("SMALL --num-query-groups 3", "is 3, which does not divide 4 attention heads; change one", {}),
         ("SMALL --hybrid-layer-pattern M* --mamba-num-groups 1", "Mamba layers are not measured", {}),
-        ("SMALL --hidden-size 0", "--hidden-size 0: Expected `int` >= 1; give another value", {}),
+        ("SMALL --hidden-size 0", "--hidden-size is 0; it must be int >= 1; give another value", {}),
         ("SMALL --output /proc/x.json", "/proc/.*x.json", {}),
         ("", "^no --hidden-size, --num-attention-heads: give the sizes of the model$", {}),
         ("MODEL --device cuda", "^--device cuda, but torch .* finds none; install a driver or choose cpu$",

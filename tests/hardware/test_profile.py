@@ -16,6 +16,7 @@ from megatron_wlb.hardware.profile import (
     KernelModel,
     KernelTimes,
     Profile,
+    Versions,
     generations,
     gpu_of,
     load_profile,
@@ -69,13 +70,16 @@ def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_product
 
 
 def test_a_profile_says_where_it_differs_from_a_run():
-    profile = replace(load_profile("h100-fa2"), backend="aten")
-    assert profile.differences(head_size=128, dtype="bf16", backend="aten") == ""
-    assert (
-        profile.differences(head_size=64, dtype="fp32", backend="te")
-        == "head size 128, not 64, dtype bf16, not fp32, backend aten, not te"
+    profile = replace(
+        load_profile("h100-fa2"), backend="aten", versions=Versions(python="3.12", torch="2.8", cuda="12")
     )
-    assert FLOPS_PROFILE.differences(head_size=64, dtype="fp32", backend="cpu") == ""
+    run = {"head_size": 128, "dtype": "bf16", "backend": "aten", "versions": Versions(torch="2.8", cudnn="91900")}
+    assert profile.differences(**run) == ""
+    others = {"head_size": 64, "dtype": "fp32", "backend": "te", "versions": Versions(torch="2.9", cuda="13")}
+    assert profile.differences(**others) == (
+        "head size 128, not 64, dtype bf16, not fp32, backend aten, not te, torch 2.8, not 2.9, cuda 12, not 13"
+    )
+    assert FLOPS_PROFILE.differences(**others) == ""
 
 
 def test_shipped_profiles_load(tmp_path):
@@ -163,12 +167,12 @@ def test_attention_is_in_fp8_only_if_asked_for_and_measured():
 
 FORWARD = {"launch": 3, "tile": 0.5, "query_tile": 0.25}
 MINE = {"name": "mine", "tile_rows": 64, "forward": FORWARD}
+NETWORK = {"name": "slow"} | {name: [[8], [1], [10]] for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 def test_a_profile_from_a_file(tmp_path):
     path = tmp_path / "mine.json"
-    named = {"all_gather": [[2, 8], [1, 2], [30, 40]], "link_gb_per_s": 5}
-    network = {name: [[8], [1], [10]] for name in ("reduce_scatter", "all_reduce")} | named | {"name": "slow"}
+    network = NETWORK | {"all_gather": [[2, 8], [1, 2], [30, 40]], "link_gb_per_s": 5, "source": "NCCL"}
     path.write_text(json.dumps(MINE | {"linear_tflops": [3, 2.5], "network": network, "device": "anything"}))
     loaded = load_profile(str(path))
     assert loaded.rates == (3, 2.5) and loaded.backward is None
@@ -184,21 +188,27 @@ def test_a_profile_from_a_file(tmp_path):
     ("content", "why"),
     [
         ("", "truncated"),
-        (MINE | {"forward": FORWARD | {"launch": -1}}, r"`float` >= 0.0 - at `\$.forward.launch`"),
+        (MINE | {"forward": FORWARD | {"launch": -1}}, "forward.launch is -1; it must be float >= 0.0"),
         (MINE | {"forward": dict.fromkeys(FORWARD, 0)}, "its kernel times are all 0; give at least one"),
         (MINE | {"tile_rows": 96}, "tile_rows is 96; it must be a power of two up to 65536"),
-        (MINE | {"tile_rows": 1 << 17}, r"`int` <= 65536 - at `\$.tile_rows`"),
-        (MINE | {"tile_rows": 0}, r"`int` >= 1 - at `\$.tile_rows`"),
-        (MINE | {"head_size": 0}, r"`int` >= 1 - at `\$.head_size`"),
-        (MINE | {"linear_tflops": [1, 0]}, r"`float` >= 1e-06 - at `\$.linear_tflops\[1\]`"),
+        (MINE | {"tile_rows": 1 << 17}, "tile_rows is 131072; it must be int <= 65536"),
+        (MINE | {"tile_rows": 0}, "tile_rows is 0; it must be int >= 1"),
+        (MINE | {"head_size": 0}, "head_size is 0; it must be int >= 1"),
+        (MINE | {"linear_tflops": [1, 0]}, r"linear_tflops\[1\] is 0; it must be float >= 1e-06"),
         (
             MINE | {"linear_tflops": [1, 1], "forward": FORWARD | {"tile": 0}},
             "go with kernel times whose tile is over 0",
         ),
-        (MINE | {"memory_gb_per_s": 0}, r"`float` >= 1e-06 - at `\$.memory_gb_per_s`"),
-        (MINE | {"gains": [["delayed", 0, 2]]}, r"`float` >= 1e-06 - at `\$.gains\[0\]\[1\]`"),
-        (MINE | {"gains": [["delayed", 1.9, -1]]}, r"`float` >= 0.0 - at `\$.gains\[0\]\[2\]`"),
-        (MINE | {"fp8": [FORWARD, FORWARD | {"tile": -1}]}, r"`float` >= 0.0 - at `\$.fp8\[1\].tile`"),
+        (MINE | {"memory_gb_per_s": 0}, "memory_gb_per_s is 0; it must be float >= 1e-06"),
+        (MINE | {"gains": [["delayed", 0, 2]]}, r"gains\[0\]\[1\] is 0; it must be float >= 1e-06"),
+        (MINE | {"gains": [["delayed", 1.9, -1]]}, r"gains\[0\]\[2\] is -1; it must be float >= 0.0"),
+        (MINE | {"fp8": [FORWARD, FORWARD | {"tile": -1}]}, r"fp8\[1\].tile is -1; it must be float >= 0.0"),
+        (MINE | {"name": "x\x1b]0;y\n"}, r"name is 'x\\x1b\]0;y\\n'; it must be text without control characters; give"),
+        (MINE | {"tile_row": 64}, "its field tile_row is not one that this release reads; correct or remove it; give"),
+        (MINE | {"fp8": [FORWARD, FORWARD | {"tyle": 1}]}, r"its field fp8.1.tyle is not one"),
+        (MINE | {"network": NETWORK | {"hops_us": 1}}, "its field network.hops_us is not one"),
+        (MINE | {"versions": {"pytorch": "2.9.0"}}, "its field versions.pytorch is not one"),
+        (MINE | {"versions": {"torch": 2.9}}, "versions.torch is 2.9; it must be str | None, got float"),
         (MINE | {"network": {"name": "x"}}, r"missing required field `all_gather` - at `\$.network`"),
     ],
 )

@@ -59,7 +59,15 @@ def test_what_is_no_state_or_of_another_version_is_refused(value):
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda data: b"", lambda data: data[:-9], lambda data: b"[" * 10**6, lambda data: b"3", lambda data: b"{}"],
+    [
+        lambda data: b"",
+        lambda data: data[:-9],
+        lambda data: b"[" * 10**6,
+        lambda data: b"3",
+        lambda data: b"{}",
+        lambda data: data.replace(b'"job":', b'"jobs":'),
+        lambda data: b'{"later":1,' + data[1:],
+    ],
 )
 def test_a_file_that_is_none_is_named(path, damage):
     path.write_bytes(damage(path.read_bytes()))

@@ -369,6 +369,7 @@ def profile_entries(setup: Setup) -> dict[str, Any]:
     origin = ("name", "device", "source", "kernel_measured", "date", "error")
     return {
         **{key: stated[key] for key in origin if key in stated},
+        "versions": {name: version for name, version in asdict(profile.versions).items() if version},
         "backward_measured": profile.backward is not None,
         "linear_measured": profile.linear_tflops is not None,
         "network": {key: of_network[key] for key in origin if key in of_network},
