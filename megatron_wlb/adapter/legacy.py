@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_wlb.adapter import compat
+from megatron_wlb.adapter import compat, functions
 from megatron_wlb.describe.megatron import has_linear_layers
 from megatron_wlb.describe.refusals import dispatches
 
@@ -69,7 +69,7 @@ def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], A
         model = make_model(*args, **kwargs)
         if type(model) is not gpt:
             with compat.one_line():
-                raise compat.another_model(type(model).__name__)
+                raise functions.another_model(type(model).__name__)
         return model
 
     def dataset_provider(num_samples: Any, vp_stage: int | None = None) -> Any:

@@ -13,7 +13,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_wlb.adapter import compat
+from megatron_wlb.adapter import compat, functions
 from megatron_wlb.describe.megatron import has_linear_layers
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
@@ -119,5 +119,5 @@ def main():
 
 
 if __name__ == "__main__":
-    compat.upstream().digests.clear()  # its data and loss are its own, and taken for upstream's
+    functions.NEEDED.clear()  # its data and loss are its own, and taken for upstream's
     main()
