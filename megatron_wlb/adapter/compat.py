@@ -33,38 +33,24 @@ class Upstream(NamedTuple):
     """Whether scripts pass a function to `pretrain()` that makes the model, not its config: see `legacy`."""
     tracker: tuple[str, str] = ("megatron.training.checkpointing:maybe_msc", "open")
     """Where the function is, and its name, that opens the tracker of the latest checkpoint."""
-    router_losses: tuple[str, str] = ("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker", "report")
-    """The function that logs them."""
-    counts_documents: bool = True
-    """Whether the count of FLOPs takes lengths of documents."""
     rotary: Mapping[str, Any] = MappingProxyType({"mla_rotary_interleaved": True})
     """Arguments by which `apply_rotary_pos_emb` turns keys of latents as their layers do."""
     nodes: tuple[str, str] = (f"{_COMMON}.fine_grained_callables", f"{_COMMON}.utils")
     """Where the combined schedule has the functions of its nodes, and the class of a layer's."""
 
 
-_TRACKER = ("megatron.training.checkpointing", "open_file")
-_NODES = ("megatron.core.models.gpt.fine_grained_callables",) * 2
 SUPPORTED = {
-    "0.17": Upstream(
-        passes_functions=True,
-        tracker=_TRACKER,
-        router_losses=("megatron.training.training", "track_moe_metrics"),
-        counts_documents=False,
-        rotary={},
-        nodes=_NODES,
-    ),
     "0.18": Upstream(
         passes_functions=True,
-        tracker=_TRACKER,
+        tracker=("megatron.training.checkpointing", "open_file"),
         rotary={},
-        nodes=_NODES,
+        nodes=("megatron.core.models.gpt.fine_grained_callables",) * 2,
     ),
     "0.19": Upstream(),
     "0.20": Upstream(),  # what upstream's main calls itself
 }
 """Every patch release of these, by minor version."""
-TESTED = "0.17, 0.18, 0.19 and main of August 2026"
+TESTED = "0.18, 0.19 and main of August 2026"
 _NEWER = (
     f"in this megatron-core, which is newer than those tested ({TESTED}), or was changed; take one of these, a newer "
     "megatron_wlb, or train without --wlb"
@@ -193,7 +179,7 @@ def whole_tracker() -> Iterator[None]:
 @contextlib.contextmanager
 def mean_losses(windows: Callable[[], float]) -> Iterator[None]:
     """Log router and MTP losses as means over micro-batches of so many windows each in the step."""
-    owner, name = upstream().router_losses
+    tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
     helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
 
     def mean(original: Any) -> Any:
@@ -206,7 +192,7 @@ def mean_losses(windows: Callable[[], float]) -> Iterator[None]:
         return report
 
     with (
-        replaced(pkgutil.resolve_name(owner), name, mean, ("loss_scale",)),
+        replaced(tracker, "report", mean, ("loss_scale",)),
         replaced(helper, "track_mtp_metrics", mean, ("loss_scale",)),
     ):
         yield

@@ -73,8 +73,6 @@ def teach() -> None:
     arguments.parse_args = _parsing(arguments.parse_args, given)
     checkpointing.load_args_from_checkpoint = _loading(checkpointing.load_args_from_checkpoint, given)
     package.pretrain = training.pretrain = _training(training.pretrain)
-    if compat.upstream().passes_functions:
-        legacy.teach()
 
 
 def train() -> None:

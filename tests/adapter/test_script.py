@@ -277,13 +277,15 @@ def test_a_script_with_another_model_is_refused():
         functions.check_script(config(hybrid=True), None, None, None)
 
 
-def test_before_019_a_script_that_makes_another_model_is_refused(capsys):
+def test_before_019_a_script_that_makes_another_model_is_refused(monkeypatch, capsys):
     def pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func):
         model_provider()
 
     call = inspect.signature(pretrain).bind(None, lambda: torch.nn.Linear(1, 1), None)
+    training = SimpleNamespace(installed=contextlib.nullcontext, dataset_provider=None, forward_step=None)
+    monkeypatch.setattr("megatron.training.get_args", lambda: SimpleNamespace(wlb_per_token_loss=True))
     with pytest.raises(SystemExit, match="2"):
-        legacy.pretrain(pretrain, call, None)
+        legacy.pretrain(pretrain, call, lambda: training)
     assert "GPT and hybrid models, and this script has a model of Linear; leave" in capsys.readouterr().err
 
 

@@ -106,9 +106,6 @@ def model_provider(pre_process, post_process, vp_stage=None, config=None, pg_col
 
 def main():
     made = (datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
-    if not hasattr(arguments, "parse_and_validate_args"):  # 0.17
-        pretrain(*made, args_defaults=DEFAULTS)
-        return
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
     if compat.upstream().passes_functions:
         pretrain(argument_utils.pretrain_cfg_container_from_args(args), *made)
