@@ -3,7 +3,7 @@
 # megatron-core, with the script of the tests, since wheels have none.
 # Works on a copy. From one checkpoint, the unmodified script under megatron_wlb.run, the patched one and, from 0.19 on,
 # this repository's own must train the same with --wlb, the first two the same without it; with the default packing both
-# ways have the same losses. The patch must apply and come off again.
+# ways have the same losses. The patch must apply and come off again, and patches/upstream apply and work on a new main.
 # Needs no GPU, and fetches nothing of upstream's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -98,4 +98,11 @@ import pathlib, re, sys
 with_wlb, without = (re.findall(r"lm loss: (\S+)", pathlib.Path(path).read_text()) for path in sys.argv[1:])
 assert all(abs(float(a) / float(b) - 1) <= 1e-6 for a, b in zip(with_wlb, without, strict=True)), (with_wlb, without)
 PYTHON
+if [[ -n $checkout ]] && grep -q sequence_packing_scheduler "$checkout/pretrain_gpt.py"; then # main from #6742 on
+    cp -r "$work/plain" "$work/changed"
+    for each in "$PWD"/patches/upstream/*.patch; do
+        GIT_DIR=none git -C "$work/changed" apply "$each"
+    done
+    PYTHONPATH=$work/changed python -m pytest -q tests/adapter/test_upstream_patches.py
+fi
 echo "== megatron-core $version: all scripts train the same, with --wlb what they train without it"
