@@ -148,7 +148,10 @@ def _holds(test: ast.expr, args: Namespace | None) -> bool | None:
     """Return whether a condition on flags alone holds; None for any other, or without flags."""
     nodes = [*ast.walk(test)]
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    if args is None or names != {"args"} or any(isinstance(node, ast.Call) for node in nodes):
+    flags = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    if args is None or names != {"args"} or not flags <= vars(args).keys():
+        return None
+    if any(isinstance(node, ast.Call | ast.Subscript) for node in nodes):
         return None
     return bool(eval(compile(ast.Expression(test), "flags", "eval"), {"args": args}))
 

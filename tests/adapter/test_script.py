@@ -216,6 +216,11 @@ def check(path, text, **flags):
         ("    blend = ", '    """Return it."""\n    blend = ', None),
         ("    blend = ", "    blend, rest = ", None),
         (
+            "    blend = ",
+            "    if args[0] or args.unknown:\n        args.split()\n    blend = ",
+            "has split",
+        ),
+        (
             "return loss,",
             "return loss + z_loss(losses),",
             r"loss_func has \(loss\+z_loss\(losses\),.*z_loss\(\), loss_func l",
