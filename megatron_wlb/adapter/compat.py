@@ -79,7 +79,10 @@ def check_version(version: str) -> None:
     """Raise ValueError for a megatron-core that this release was not tested with, and for upstream's branch dev."""
     releases = ", ".join(f"{minor}.x" for minor in [*SUPPORTED][:-1])
     if _minor(version) not in SUPPORTED:
-        raise ValueError(f"megatron-core {version} is not supported; install {releases}, or take a checkout of main")
+        raise ValueError(
+            f"megatron-core {version} is not supported; install {releases}, take a checkout of main that calls itself "
+            f"{[*SUPPORTED][-1]}, or a newer megatron_wlb"
+        )
     if importlib.util.find_spec(_OF_DEV) is not None:
         raise ValueError(
             "this Megatron-LM is of the branch dev, whose model config, multi-token prediction and checkpoint tracker "
