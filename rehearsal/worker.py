@@ -152,7 +152,7 @@ class Run:
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
         from megatron.training import arguments, training
 
-        from megatron_wlb.adapter import compat, legacy
+        from megatron_wlb.adapter import compat
 
         replacements: list[tuple[Any, ...]] = [
             (MoEAlltoAllTokenDispatcher, "preprocess", self._experts.preprocess, "routing_map"),
@@ -174,7 +174,6 @@ class Run:
         with compat.prebuilt_dataset_helpers(), contextlib.ExitStack() as stack:
             for each in replacements:
                 stack.enter_context(_replaced(*each))
-            legacy.teach()
             self._run_script()
 
     def _run_script(self) -> None:

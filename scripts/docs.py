@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from benchmarks.convergence_report import page
 from benchmarks.paper import report
 from benchmarks.results import Row
 from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER
+from megatron_wlb.adapter import compat
 from megatron_wlb.describe.flags import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,7 @@ def pages() -> dict[Path, str]:
     parts = (
         ("README", "equal memory", equal_memory()),
         ("docs/flags", "flags", flags()),
+        ("docs/compatibility", "versions", versions()),
         ("docs/performance", "equal memory", equal_memory()),
         ("docs/performance", "published", published(by_publication=False)),
         ("docs/convergence", "results", convergence()),
@@ -68,6 +71,54 @@ def flags() -> str:
         text += " Switch, off unless given." if action.nargs == 0 else f" One of {choices}." if choices else ""
         sections.append(f"### `{action.option_strings[0]}`\n\n{text}{default}{value}\n")
     return "\n".join(["", *sections, ""])
+
+
+def versions() -> str:
+    """Versions of what trains, by the files that CI reads."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = dict(re.findall(r"^(\S+)==(\S+)", (ROOT / "requirements/constraints.txt").read_text(), re.MULTILINE))
+    needed = dict(re.findall(r"([\w-]+)>=([\d.]+)", " ".join(project["optional-dependencies"]["train"])))
+    older = re.findall(r"megatron-core-([\d.]+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    jobs = (ROOT / ".github/workflows/ci.yml").read_text()
+    pythons = re.findall(r'"(3\.\d+)"', re.findall(r"python: \[(.*?)\]", jobs)[0])
+    (planning,) = re.findall(r'python-version: "(3\.\d+)"', jobs)
+    (bridge,) = re.findall(r"megatron-bridge==([\d.]+)", (ROOT / "docs/integrations.md").read_text())
+    measured = _result("training_h100")["versions"]
+    (engines,) = re.findall(
+        r"TransformerEngine ([\d.]+ to [\d.]+)\.\n", (ROOT / "megatron_wlb/runtime/backends/te.py").read_text()
+    )
+    *minors, newest = compat.SUPPORTED
+    releases = ", ".join(f"{minor}.x" for minor in minors)
+    return _table(
+        ["", "tested", "expected to work", "refused"],
+        [
+            [
+                "megatron-core",
+                ", ".join([*older, pinned["megatron-core"]]),
+                f"{releases}, main ({newest})",
+                "others, dev",
+            ],
+            [
+                "torch",
+                f"{pinned['torch']}; {measured['torch']} on an H100",
+                f"{needed['torch']} or newer",
+                "older, by pip",
+            ],
+            [
+                "TransformerEngine",
+                f"{measured['transformer-engine']} on an H100",
+                engines,
+                "one that fails in the try-out at the start",
+            ],
+            [
+                "Python",
+                f"{', '.join(pythons)}; planning alone with {planning}",
+                "-",
+                f"older than {project['requires-python'][2:]}; training with {planning}, by upstream's flags",
+            ],
+            ["Megatron-Bridge", f"{bridge}, by hand", "0.7, by its source", "with a megatron-core before 0.19"],
+        ],
+    )
 
 
 def equal_memory() -> str:

@@ -3,17 +3,14 @@
 Megatron is imported inside functions: without a GPU, `cpu.install` must run before.
 """
 
-import ast
 import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
 import pkgutil
 import sys
-import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -26,65 +23,38 @@ from megatron_wlb import files
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.megatron import has_linear_layers, parallel_of
 
-_SCRIPT = "forward_step loss_func get_batch train_valid_test_datasets_provider core_gpt_dataset_config_from_args"
-"""Functions of upstream's `pretrain_gpt.py` that do not run with `--wlb`."""
 _COMMON = "megatron.core.models.common"
 
 
 class Upstream(NamedTuple):
     """What is otherwise in a minor version of megatron-core than in others."""
 
-    digests: dict[str, str]
-    """`meaning_of` the functions of `_SCRIPT`."""
-    hybrid: Mapping[str, str] = MappingProxyType({})
-    """Of those that are otherwise in `pretrain_hybrid.py`."""
     passes_functions: bool = False
     """Whether scripts pass a function to `pretrain()` that makes the model, not its config: see `legacy`."""
     tracker: tuple[str, str] = ("megatron.training.checkpointing:maybe_msc", "open")
     """Where the function is, and its name, that opens the tracker of the latest checkpoint."""
-    router_losses: tuple[str, str] = ("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker", "report")
-    """The function that logs them."""
-    counts_documents: bool = True
-    """Whether the count of FLOPs takes lengths of documents."""
     rotary: Mapping[str, Any] = MappingProxyType({"mla_rotary_interleaved": True})
     """Arguments by which `apply_rotary_pos_emb` turns keys of latents as their layers do."""
     nodes: tuple[str, str] = (f"{_COMMON}.fine_grained_callables", f"{_COMMON}.utils")
     """Where the combined schedule has the functions of its nodes, and the class of a layer's."""
 
 
-def _upstream(digests: str, **otherwise: Any) -> Upstream:
-    return Upstream(dict(zip(_SCRIPT.split(), digests.split(), strict=True)), **otherwise)
-
-
-_NEWEST = "23bc00a993b6dcf9 483ba9be8a8a94bb 1dd579777a77aa29 5788ef8f825317e0 1d65e3f970045a0e"
-_HYBRID = {
-    "forward_step": "610640396c54a832",
-    "train_valid_test_datasets_provider": "d992e7fd447d355b",
-    "core_gpt_dataset_config_from_args": "6896cde15795994c",
-}
-_TRACKER = ("megatron.training.checkpointing", "open_file")
-_NODES = ("megatron.core.models.gpt.fine_grained_callables",) * 2
 SUPPORTED = {
-    "0.17": _upstream(
-        "830056db9be1fed4 80116155e68d00c3 2edaa2895089d19b 5788ef8f825317e0 25f5a633ee968c8d",
+    "0.18": Upstream(
         passes_functions=True,
-        tracker=_TRACKER,
-        router_losses=("megatron.training.training", "track_moe_metrics"),
-        counts_documents=False,
+        tracker=("megatron.training.checkpointing", "open_file"),
         rotary={},
-        nodes=_NODES,
+        nodes=("megatron.core.models.gpt.fine_grained_callables",) * 2,
     ),
-    "0.18": _upstream(
-        "cb79a1f62ec91668 80116155e68d00c3 273e96b2c9332b7f 5788ef8f825317e0 25f5a633ee968c8d",
-        passes_functions=True,
-        tracker=_TRACKER,
-        rotary={},
-        nodes=_NODES,
-    ),
-    "0.19": _upstream(_NEWEST, hybrid=_HYBRID),
-    "0.20": _upstream(_NEWEST, hybrid=_HYBRID),  # what upstream's main calls itself
+    "0.19": Upstream(),
+    "0.20": Upstream(),  # what upstream's main calls itself
 }
 """Every patch release of these, by minor version."""
+TESTED = "0.18, 0.19 and main of August 2026"
+_NEWER = (
+    f"in this megatron-core, which is newer than those tested ({TESTED}), or was changed; take one of these, a newer "
+    "megatron_wlb, or train without --wlb"
+)
 _OF_DEV = "megatron.core.context_parallel_layout"
 
 
@@ -109,7 +79,10 @@ def check_version(version: str) -> None:
     """Raise ValueError for a megatron-core that this release was not tested with, and for upstream's branch dev."""
     releases = ", ".join(f"{minor}.x" for minor in [*SUPPORTED][:-1])
     if _minor(version) not in SUPPORTED:
-        raise ValueError(f"megatron-core {version} is not supported; install {releases}, or take a checkout of main")
+        raise ValueError(
+            f"megatron-core {version} is not supported; install {releases}, take a checkout of main that calls itself "
+            f"{[*SUPPORTED][-1]}, or a newer megatron_wlb"
+        )
     if importlib.util.find_spec(_OF_DEV) is not None:
         raise ValueError(
             "this Megatron-LM is of the branch dev, whose model config, multi-token prediction and checkpoint tracker "
@@ -134,11 +107,11 @@ def replaced(module: Any, name: str, make: Any, parameters: Sequence[str]) -> It
     """
     original = getattr(module, name, None)
     if original is None:
-        raise RuntimeError(f"{module.__name__}.{name} does not exist in this megatron-core; adapt megatron_wlb")
+        raise RuntimeError(f"{module.__name__}.{name} does not exist {_NEWER}")
     present = inspect.signature(original).parameters
     if missing := [p for p in parameters if p not in present]:
         raise RuntimeError(
-            f"{module.__name__}.{name}({', '.join(present)}) lacks {', '.join(missing)}; adapt megatron_wlb"
+            f"{module.__name__}.{name}({', '.join(present)}) lacks {', '.join(missing)}, which --wlb needs, {_NEWER}"
         )
     setattr(module, name, make(original))
     try:
@@ -190,54 +163,6 @@ def batch_sizes(args: Namespace) -> list[tuple[int, int]]:
     return schedule
 
 
-def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
-    """Check what a script passes to `pretrain()`, whose `forward_step` will not run.
-
-    Raises ValueError for another model than upstream's GPT and hybrid model, and for functions that are not upstream's.
-    """
-    digests = upstream().digests
-    if not upstream().passes_functions:
-        models = importlib.import_module("megatron.training.models")
-        known = {models.GPTModelConfig: {}, models.HybridModelConfig: upstream().hybrid}
-        if type(model) not in known or model_provider is not None:
-            raise another_model("model_provider" if model_provider is not None else type(model).__name__)
-        if type(model) is models.GPTModelConfig and model.transformer.is_hybrid_model:
-            raise ValueError("this script ignores --hybrid-layer-pattern; run pretrain_hybrid.py or leave it out")
-        digests = digests | dict(known[type(model)])
-    functions = forward_step.__globals__ | {"forward_step": forward_step}
-    if changed := [name for name, digest in digests.items() if meaning_of(functions.get(name)) != digest]:
-        raise ValueError(
-            f"--wlb has Megatron's data and loss, and would leave out what the functions {', '.join(changed)} in "
-            f"{inspect.getfile(forward_step)} change in them; undo that, train without --wlb, or run the "
-            "pretrain_gpt.py of megatron_wlb, which has Megatron's as well"
-        )
-
-
-def another_model(name: str) -> ValueError:
-    """Return what refuses a script's model of that class, or from that argument of `pretrain()`."""
-    other = "a model_provider of its own" if name == "model_provider" else f"a model of {name}"
-    return ValueError(f"--wlb trains Megatron's GPT and hybrid models, and this script has {other}; leave --wlb out")
-
-
-def meaning_of(function: Any) -> str:
-    """Return a digest of code, less comments, layout and docstrings; "" without source."""
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (TypeError, OSError):
-        return ""
-    return hashlib.blake2b(repr(_meaning(source)).encode(), digest_size=8).hexdigest()
-
-
-def _meaning(node: Any) -> Any:
-    if isinstance(node, list):
-        return [_meaning(n) for n in node if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
-    if not isinstance(node, ast.AST):
-        return node
-    named = ((name, _meaning(value)) for name, value in ast.iter_fields(node) if name not in ("annotation", "returns"))
-    # Fields that are empty differ between versions of Python.
-    return type(node).__name__, [(name, value) for name, value in named if value is not None and value != []]
-
-
 @contextlib.contextmanager
 def whole_tracker() -> Iterator[None]:
     """Make upstream update its tracker of the latest checkpoint at once; it empties the file first."""
@@ -257,7 +182,7 @@ def whole_tracker() -> Iterator[None]:
 @contextlib.contextmanager
 def mean_losses(windows: Callable[[], float]) -> Iterator[None]:
     """Log router and MTP losses as means over micro-batches of so many windows each in the step."""
-    owner, name = upstream().router_losses
+    tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
     helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
 
     def mean(original: Any) -> Any:
@@ -270,7 +195,7 @@ def mean_losses(windows: Callable[[], float]) -> Iterator[None]:
         return report
 
     with (
-        replaced(pkgutil.resolve_name(owner), name, mean, ("loss_scale",)),
+        replaced(tracker, "report", mean, ("loss_scale",)),
         replaced(helper, "track_mtp_metrics", mean, ("loss_scale",)),
     ):
         yield

@@ -1,9 +1,8 @@
-"""Megatron-core 0.17 and 0.18, whose scripts pass `pretrain()` a function that makes the model.
+"""Megatron-core 0.18, whose scripts pass `pretrain()` a function that makes the model.
 
-Goes with 0.18. What is called otherwise stands in `compat.SUPPORTED`.
+Goes with 0.18. Other names are in `compat.SUPPORTED`.
 """
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -12,17 +11,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_wlb.adapter import compat
+from megatron_wlb.adapter import compat, functions
 from megatron_wlb.describe.megatron import has_linear_layers
 from megatron_wlb.describe.refusals import dispatches
-
-
-def teach() -> None:
-    """Give upstream's initialization of 0.17, which parses arguments, the functions that `script.teach` replaced."""
-    initialize: Any = importlib.import_module("megatron.training.initialize")
-    for name, source in (("parse_args", "arguments"), ("load_args_from_checkpoint", "checkpointing")):
-        if hasattr(initialize, name):
-            setattr(initialize, name, getattr(importlib.import_module(f"megatron.training.{source}"), name))
 
 
 def check(args: Namespace) -> None:
@@ -39,51 +30,29 @@ def check(args: Namespace) -> None:
 
 
 def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], Any]) -> Any:
-    """Run upstream's `pretrain`, called with `bound`, with `--wlb`.
-
-    Arguments may be parsed inside, so `begin`, which returns the run's `Training`, is called behind that, before any
-    process group exists.
-    """
-    initialize = importlib.import_module("megatron.training.initialize")
+    """Run upstream's `pretrain`, called with `bound`, with `--wlb`; `begin` returns the run's `Training`."""
+    args: Namespace = importlib.import_module("megatron.training").get_args()
     gpt = importlib.import_module("megatron.core.models.gpt.gpt_model").GPTModel
     scaler = importlib.import_module("megatron.core.transformer.moe.router").MoEAuxLossAutoScaler
     call, make_model = bound.arguments, bound.arguments["model_provider"]
-    run, stack = SimpleNamespace(), contextlib.ExitStack()
-
-    def starting(initialize_distributed: Any) -> Any:
-        def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
-            parsed: Namespace = importlib.import_module("megatron.training").get_args()
-            later = {"eval_global_batch_size": parsed.global_batch_size, "dataloader_inter_document_masking": False}
-            vars(parsed).update(later | vars(parsed))
-            run.training = begin()
-            stack.enter_context(run.training.installed())
-            built = _built(run.training)
-            scaled = functools.partial(_scaled, parsed)
-            stack.enter_context(compat.replaced(gpt, "__init__", built, ("config", "transformer_layer_spec")))
-            stack.enter_context(compat.replaced(scaler, "set_loss_scale", scaled, ("scale",)))
-            return initialize_distributed(*args, **kwargs)
-
-        return _initialize_distributed
+    args.dataloader_inter_document_masking = False  # a flag of 0.19
+    training = begin()
 
     def model_provider(*args: Any, **kwargs: Any) -> Any:
         model = make_model(*args, **kwargs)
         if type(model) is not gpt:
             with compat.one_line():
-                raise compat.another_model(type(model).__name__)
+                raise functions.another_model(type(model).__name__)
         return model
 
-    def dataset_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
-        return run.training.dataset_provider(num_samples, vp_stage)
-
-    dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
-
-    def forward_step(*args: Any, **given: Any) -> Any:
-        return run.training.forward_step(*args, **given)
-
-    replacements = compat.replaced(initialize, "_initialize_distributed", starting, ())
-    with compat.prebuilt_dataset_helpers(), stack, replacements:
-        call["train_valid_test_dataset_provider"] = dataset_provider
-        call["model_provider"], call["forward_step_func"] = model_provider, forward_step
+    call["train_valid_test_dataset_provider"] = training.dataset_provider
+    call["model_provider"], call["forward_step_func"] = model_provider, training.forward_step
+    with (
+        compat.prebuilt_dataset_helpers(),
+        training.installed(),
+        compat.replaced(gpt, "__init__", _built(training), ("config", "transformer_layer_spec")),
+        compat.replaced(scaler, "set_loss_scale", functools.partial(_scaled, args), ("scale",)),
+    ):
         return original(*bound.args, **bound.kwargs)
 
 

@@ -129,9 +129,7 @@ class Report:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, upstream's step log and FLOP count go through this class."""
-        counted = ["args", "batch_size"]
-        if compat.upstream().counts_documents:
-            counted += ["seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"]
+        counted = ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
         logged = ("loss_dict", "total_loss_dict", "iteration", "skipped_iter")
         with (
             compat.replaced(training, "training_log", self._logged, logged),
@@ -150,10 +148,11 @@ class Report:
         @functools.wraps(original)
         def num_floating_point_operations(args: Namespace, batch_size: int, *rest: Any, **options: Any) -> float:
             if not self._in_line:
-                lengths, counts = self.trained_lengths(), {}
-                if compat.upstream().counts_documents:
-                    counts["seqlen_squared_sum_in_batch"] = attended_squares(args, lengths)
-                    counts["total_real_tokens_in_batch"] = float(lengths.sum())
+                lengths = self.trained_lengths()
+                counts = {
+                    "seqlen_squared_sum_in_batch": attended_squares(args, lengths),
+                    "total_real_tokens_in_batch": float(lengths.sum()),
+                }
                 self._flops.append(original(args, batch_size, **counts))
                 return self._flops[-1]
             return sum(self._flops) / len(self._flops)

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from megatron_wlb.adapter import compat, legacy
+from megatron_wlb.adapter import compat, functions, legacy
 from megatron_wlb.adapter.compat import one_line
 from megatron_wlb.describe.adapt import adapt
 from megatron_wlb.describe.flags import add_wlb_arguments, given_in
@@ -73,8 +73,6 @@ def teach() -> None:
     arguments.parse_args = _parsing(arguments.parse_args, given)
     checkpointing.load_args_from_checkpoint = _loading(checkpointing.load_args_from_checkpoint, given)
     package.pretrain = training.pretrain = _training(training.pretrain)
-    if compat.upstream().passes_functions:
-        legacy.teach()
 
 
 def train() -> None:
@@ -205,7 +203,7 @@ def _training(original: Any) -> Any:
         @one_line()
         def begin() -> Training:
             if forward_step is not None:  # None: our own script
-                compat.check_script(getattr(config, "model", None), model_provider, forward_step)
+                functions.check_script(getattr(config, "model", None), model_provider, forward_step, get_args())
             return Training(get_args())
 
         if compat.upstream().passes_functions:

@@ -160,11 +160,11 @@ def test_the_batch_size_of_a_step_is_upstreams(schedule, sizes, begins, parse):
 
 
 def test_versions_of_megatron_core():
-    for version in ("0.16.1", "0.21.0", "1.19.2"):
-        match = f"core {version} is not supported; install 0.17.x, 0.18.x, 0.19.x, or take a checkout of main"
+    for version in ("0.17.1", "0.21.0", "1.19.2"):
+        match = f"core {version} is not supported; install 0.18.x, 0.19.x, take .* itself 0.20, or a newer"
         with pytest.raises(ValueError, match=match):
             compat.check_version(version)
-    for version in ("0.17.1", "0.19.0", "0.20.0+d98e", megatron.core.__version__):
+    for version in ("0.18.2", "0.19.0", "0.20.0+d98e", megatron.core.__version__):
         compat.check_version(version)
 
 

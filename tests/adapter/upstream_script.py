@@ -13,7 +13,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_wlb.adapter import compat
+from megatron_wlb.adapter import compat, functions
 from megatron_wlb.describe.megatron import has_linear_layers
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
@@ -106,9 +106,6 @@ def model_provider(pre_process, post_process, vp_stage=None, config=None, pg_col
 
 def main():
     made = (datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
-    if not hasattr(arguments, "parse_and_validate_args"):  # 0.17
-        pretrain(*made, args_defaults=DEFAULTS)
-        return
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
     if compat.upstream().passes_functions:
         pretrain(argument_utils.pretrain_cfg_container_from_args(args), *made)
@@ -119,5 +116,5 @@ def main():
 
 
 if __name__ == "__main__":
-    compat.upstream().digests.clear()  # its data and loss are its own, and taken for upstream's
+    functions.NEEDED.clear()  # its data and loss are its own, and taken for upstream's
     main()
