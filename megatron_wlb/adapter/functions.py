@@ -1,7 +1,7 @@
 """Whether the functions of a script that do not run with `--wlb` are Megatron's, by what they do in this run.
 
-A function is a set of facts: the parameters that it takes, and what it calls, passes, computes, sets and returns. A
-branch that flags of the run switch off has none. So a newer Megatron trains while its new features are off.
+A function is a set of facts: its parameters, and what it calls, passes, selects, computes, sets and returns. A branch
+that flags of the run switch off has none. So a newer Megatron trains while its new features are off.
 """
 
 import ast
@@ -56,6 +56,15 @@ _KNOWN = set(
 
     args.tensor_model_parallel_size*args.sequence_parallel batch[key]= len(batch)==6 len(batch)==7 losses*loss_mask
     tp_rank==0
+    attention_mask,cu_seqlens,cu_seqlens_padded,hybrid_cp_group,labels,local_cp_size,loss_mask,max_seqlen,position_ids,tokens=batch
+    tokens,labels,loss_mask,attention_mask,position_ids,packed_seq_params,padding_mask=batch
+    tokens,labels,loss_mask,attention_mask,position_ids,packed_seq_params=batch
+    batch['cu_seqlens'] batch['cu_seqlens_padded'] batch['max_seqlen'] batch[key] cp_size=args.context_parallel_size
+    create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader cu_seqlens[0]
+    cu_seqlens_for_params[-1] cu_seqlens_padded[0] dataset_type=GPTDataset dataset_type=GPTFIMDataset
+    dataset_type=MockGPTDataset dataset_type=MockSFTDataset dataset_type=MockVarlenDataset dataset_type=SFTDataset
+    dataset_type=VarlenDataset is_hybrid_cp=args.hybrid_context_parallel is_packed_sequence=False
+    is_packed_sequence=True is_sft=args.sft packed_seq_params=None padding_mask=None sequences_per_dataset=None
     (None,batch['cu_seqlens'],batch['cu_seqlens_padded'],None,None,None,None,batch['max_seqlen'],None,None)
     (loss,num_tokens,report) (output_tensor,partial(loss_func,loss_mask,model=model))
     (schedule_plan,partial(loss_func,loss_mask,model=model)) (train_ds,valid_ds,test_ds)
@@ -132,16 +141,23 @@ def _facts(node: ast.AST, args: Namespace | None) -> Iterator[str]:
             yield f"{name}:"
         case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
             yield f"{name}()"
+        case ast.Assign(value=ast.Name() | ast.Attribute() | ast.Constant()):
+            yield _text(node)
         case ast.Assign(targets=targets):
             yield from (f"{_text(t)}=" for t in targets if not isinstance(t, ast.Name | ast.Tuple))
+        case ast.Subscript(ctx=ast.Load()):
+            yield _text(node)
         case ast.Compare(ops=[ast.Is() | ast.IsNot() | ast.In() | ast.NotIn()]):
             pass
         case ast.BinOp() | ast.Compare() | ast.AugAssign():
             yield _text(node)
         case ast.Return(value=ast.Tuple() | ast.ListComp() as value):
             yield _text(value)
-    for part in ast.iter_child_nodes(node):
-        yield from _facts(part, args)
+    for name, part in ast.iter_fields(node):
+        if name not in ("annotation", "returns"):
+            for child in part if isinstance(part, list) else [part]:
+                if isinstance(child, ast.AST):
+                    yield from _facts(child, args)
 
 
 def _holds(test: ast.expr, args: Namespace | None) -> bool | None:

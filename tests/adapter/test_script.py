@@ -222,7 +222,7 @@ def check(path, text, **flags):
         (
             "    blend = ",
             "    if args[0] or args.unknown:\n        args.split()\n    blend = ",
-            "has split",
+            r"has args\[0\] split",
         ),
         (
             "return loss,",
@@ -240,6 +240,8 @@ def check(path, text, **flags):
             "    loss_mask[tokens == 3] = 0\n    output_tensor",
             r"has loss_mask\[tokens==3\]= tokens==3",
         ),
+        ("    loss = torch", "    losses = losses[kept]\n    loss = torch", r"loss_func has losses\[kept\]"),
+        ("    loss = torch", "    losses = output_tensor\n    loss = torch", "loss_func has losses=output_tensor"),
         ("(tokens, ", "(tokens, extra=args, ", r"forward_step has extra="),
         ("= get_batch(", "= goldfish(get_batch)(", r"forward_step has goldfish\(\), forward_step lacks get_batch\(\)"),
         ("def get_batch", "get_batch = None\ndef get_other_batch", r"get_batch lacks next\(\)"),
