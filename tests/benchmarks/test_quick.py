@@ -22,6 +22,7 @@ def slow(*values):
     ("module", "options", "name"),
     [
         ("cp_balance", "--quick", "cp_balance"),
+        ("documents", "--quick", "documents"),
         ("gpu.cp_attention", "--quick --device cpu --minutes 0.1", "cp_attention_cpu"),
         ("paper", "--quick", "paper"),
         ("placement", "--quick", "placement"),
