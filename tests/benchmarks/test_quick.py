@@ -23,6 +23,7 @@ def slow(*values):
     [
         ("cp_balance", "--quick", "cp_balance"),
         ("documents", "--quick", "documents"),
+        ("dynamic_cp", "--quick", "dynamic_cp"),
         ("gpu.cp_attention", "--quick --device cpu --minutes 0.1", "cp_attention_cpu"),
         ("paper", "--quick", "paper"),
         ("placement", "--quick", "placement"),
