@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence_report import page
+from benchmarks.dynamic_cp import PROFILES as GPUS
 from benchmarks.paper import report
 from benchmarks.results import Row
 from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER, Case
@@ -46,6 +47,7 @@ def pages() -> dict[Path, str]:
         (tables, "attention", cp_attention()),
         (tables, "rows", cp_rows()),
         (tables, "layers", cp_layers()),
+        (tables, "dynamic", dynamic_cp()),
         (tables, "checks", checks()),
         (tables, "result", paper()),
     )
@@ -219,6 +221,19 @@ def cp_layers() -> str:
         ]
         lines.append([f"{model}, {heads}", f"{window >> 10}K", str(cp), *cells])
     return _table(["model, key heads of a rank", "window", "CP", *shown, "`auto`"], lines)
+
+
+def dynamic_cp() -> str:
+    """Megatron's example of dynamic context parallelism: ratios of steps, measured and predicted."""
+    lines = []
+    for row in _result("dynamic_cp")["rows"]:
+        ways = [f"{row[way]:.2f} ± {row[f'{way}, error']:.2f}" for way in (*GPUS, "only launches")]
+        shares = [f"{100 * share:.0f}" for share in row[f"{GPUS[0]}, of measured"]]
+        counts = " / ".join(f"{count:.2f}" for count in row["micro_batches"])
+        took = " / ".join(f"{ms:.0f}" for ms in row["measured_ms"])
+        lines.append([str(row["gpus"]), took, f"{row['measured']:.2f}", *ways, counts, " / ".join(shares)])
+    titles = ["GPUs", "measured, ms", "ratio", *(f"predicted, {name}" for name in GPUS), "only launches"]
+    return _table([*titles, "micro-batches of a rank", f"predicted, {GPUS[0]}, % of measured"], lines)
 
 
 def _balance(data: str, packings: tuple[str, ...], cps: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], Row]]:
