@@ -83,6 +83,7 @@ def predicted(lengths: np.ndarray, cp: int, window: int) -> dict[str, np.ndarray
     plans = {strategy: divide(straight, cp, strategy, KERNEL) for strategy in STRATEGIES}
     plans[OURS] = shard(lengths, job_of(window, cp))
     plans |= {"MagiAttention's dispatch": cp_peers.magi(straight, cp), "dynamic CP": cp_peers.dynamic(straight, cp)}
+    plans["FlashCP"] = cp_peers.flash(straight, job_of(window, cp))
     measured = {name: figures(plan) for name, plan in plans.items()}
     # Every rank sees K and V of all others pass, whatever it needs.
     measured[RING] = np.array([measured["per-document"][0], straight.sum() * (cp - 1) // cp])
@@ -145,6 +146,7 @@ def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float
         took = (busy + [added for _, _, added in each]).max(axis=2)
         timed[name] = took.sum(), (took - busy.max(axis=2)).sum()
 
+    add("FlashCP", cp_peers.flash_times, (cp_peers.flash(lengths, job) for lengths in made))
     add("MagiAttention", cp_peers.magi_times, (cp_peers.magi(lengths, cp) for lengths in made))
     steps = (np.concatenate(step) for step in itertools.batched(made, PER_STEP))
     dynamic = (cp_peers.dynamic(step, cp, job.context_length, job.crossover_tokens) for step in steps)

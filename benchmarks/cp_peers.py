@@ -91,6 +91,61 @@ def dynamic(lengths: np.ndarray, cp: int, room: int | None = None, crossover_tok
     return ShardPlan(lengths=lengths, shards=tuple(shards), strategy="dynamic")
 
 
+def flash(lengths: np.ndarray, job: Job) -> ShardPlan:
+    """FlashCP (Wang and others, 2026, arXiv 2606.08476): documents are whole on a rank, or divided over all.
+
+    From its abstract, which leaves the heuristic open. Assumed: the 0, 1, 2, 4, ... longest documents or all are
+    divided, with equal heads and tails on each rank. The others go, longest first, to the rank of least work. The plan
+    is taken whose slowest rank is predicted to be fastest. Tokens of ranks differ.
+    """
+    cp, order = job.parallel.cp, np.argsort(-lengths, kind="stable").tolist()
+    work = document_work(lengths, job.crossover_tokens)
+
+    def plan_of(divided: int) -> ShardPlan:
+        calls: list[tuple[list[tuple[int, int, int]], ...]] = [([], []) for _ in range(cp)]
+        for document in order[:divided]:
+            bounds = np.arange(2 * cp + 1) * lengths[document] // (2 * cp)
+            for chunk, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
+                if stop > start:
+                    calls[min(chunk, 2 * cp - 1 - chunk)][chunk >= cp].append((document, start, stop))
+        ranks = [(0.0, rank) for rank in range(cp)]
+        for document in order[divided:]:
+            load, rank = heapq.heappop(ranks)
+            calls[rank][0].append((document, 0, int(lengths[document])))
+            heapq.heappush(ranks, (load + float(work[document]), rank))
+        shards = (Shard(calls=tuple(np.sort(np.array(each, SEGMENT)) for each in pair)) for pair in calls)
+        return ShardPlan(lengths=lengths, shards=tuple(shards), strategy="flash")
+
+    def cost(plan: ShardPlan) -> float:
+        attention, added = flash_times(plan, job)
+        linear = job.crossover_tokens * attention.sum() / (lengths.astype(float) ** 2).sum()
+        tokens = np.array([shard.tokens for shard in plan.shards])
+        return float((attention.sum(axis=0) + linear * tokens).max() + added.sum())
+
+    counts = [0, *(1 << i for i in range((len(lengths) - 1).bit_length())), len(lengths)]
+    return min(map(plan_of, counts), key=cost)
+
+
+def flash_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
+    """Kernels of attention, [2, cp], and the time that FlashCP's exchange adds to the slowest rank, [2, 1].
+
+    Only K and V that a rank needs travel, all at once, beside the attention of documents that are whole on a rank.
+    """
+    held, kernels = Ownership(plan), attention_kernels(replace(job, cp_exchange="all"))
+    tiles = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1))
+    parts = [tiles[is_in].sum(axis=0) for is_in in (~held.is_shared, held.is_shared)]
+    whole, shared = (
+        np.array([kernel.time(calls * (part[0] > 0), *part) for kernel in kernels])
+        for calls, part in zip((1, 2), parts, strict=True)
+    )
+    arrive, leave = map(float, exchange_model(job).times(np.array(float(held.rows().sum(axis=0).max()))))
+    forward, backward = ((np.maximum(whole[i], arrive) + shared[i]).max() for i in range(2))
+    needed = arrive + shared[1]  # in backward, whole documents may also come last, while gradients leave
+    took = [forward, min(backward + leave, max(needed.max() + leave, (needed + whole[1]).max()))]
+    busy = whole + shared
+    return busy, (took - busy.max(axis=1))[:, None]
+
+
 def ring_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
     """Kernels of attention in rings, and the time that hops add, [2, cp] each; every part of K and V is a launch.
 

@@ -9,7 +9,7 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS, shape
-from megatron_wlb.plan.mock import F2
+from megatron_wlb.plan.mock import F2, PROFILES
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples, windows
 
@@ -26,6 +26,11 @@ SKIPPED = 20
 def f2(count: int, seed: int, window: int | None = None) -> np.ndarray:
     """Lengths of the synthetic distribution F2, whose tail ends at the context window; default: 131,072."""
     return F2.draw(count, seed, window)
+
+
+def drawn(profile: str, count: int, seed: int, window: int) -> np.ndarray:
+    """Lengths of a profile, as long as they come; F2's tail ends at the context window."""
+    return f2(count, seed, window) if profile == "F2" else PROFILES[profile].lengths.draw(count, seed)
 
 
 def distca() -> np.ndarray:

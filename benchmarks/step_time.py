@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import metrics, results
-from benchmarks.lengths import WINDOW, f2, samples
+from benchmarks.lengths import WINDOW, drawn, samples
 from benchmarks.results import Row
 from megatron_wlb.cli.analyze.report import ratio_of
 from megatron_wlb.describe.alternatives import gib, relieved
@@ -151,8 +151,8 @@ def job_of(case: Case, *, wider: int = 1, **changes: Any) -> Job:
     return make_job(**given | experts | changes)
 
 
-def samples_of(case: Case) -> Samples:
-    return samples(np.minimum(f2(400_000, 0, case.window), case.window), case.window)
+def samples_of(case: Case, profile: str = "F2") -> Samples:
+    return samples(drawn(profile, 400_000, 0, case.window), case.window)
 
 
 def schemes(case: Case, data: Samples) -> Iterator[tuple[str, Job]]:
@@ -186,11 +186,13 @@ class Measured(NamedTuple):
     work: np.ndarray
     exchange: float
     """Share of the time."""
+    waiting: float
+    """For the slowest rank, stage or micro-batch, the same."""
     late_steps: float
 
 
 def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Measured:
-    packer, times, summaries, exchange = Packer(data, job), [], [], 0.0
+    packer, times, summaries, exchange, waiting = Packer(data, job), [], [], 0.0, 0.0
     for _ in range(WARM_UP if job.packing.delays else 0):
         packer.next()
     for _ in range(steps):
@@ -200,10 +202,13 @@ def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Me
         step = simulate_step(job, shard_step(job, lengths, batch.ranks))
         work = documents.sum() if across else job.work(documents).sum()
         times.append((step.time, limit_time(step), float(work)))
-        exchange += breakdown(step).exchange
+        parts = breakdown(step)
+        exchange += parts.exchange
+        waiting += parts.cp_wait + parts.ep_wait + parts.dp_wait + parts.imbalance
         summaries.append(metrics.measure(batch, packed.step, job))
     time, limit, work = np.array(times).T
-    return Measured(time, limit, work, exchange / time.sum(), metrics.summarise(summaries, skip=0)["late_steps"])
+    late = metrics.summarise(summaries, skip=0)["late_steps"]
+    return Measured(time, limit, work, exchange / time.sum(), waiting / time.sum(), late)
 
 
 def over(ring: Measured, other: Measured, *, same_steps: bool) -> tuple[float, float]:
@@ -237,9 +242,9 @@ def rows_of(case: Case, steps: int) -> list[Row]:
     return rows
 
 
-def remembered(case: Case, steps: int) -> Row:
+def remembered(case: Case, steps: int, profile: str = "F2") -> Row:
     """Both sides with their fastest recomputation within an H100's memory, and the speed-up over the ring."""
-    data, free = samples_of(case), job_of(case)
+    data, free = samples_of(case, profile), job_of(case)
     device = DEVICE_SHARE * free.profile.memory_gib * 2**30
     rings = (without_wlb(job_of(case, recompute=way)) for way in ways(free))  # the fastest first
     ring = next(each for each in rings if gib(each) * 2**30 <= device)
@@ -250,6 +255,7 @@ def remembered(case: Case, steps: int) -> Row:
     row = case._asdict() | {f"over {RING}": ratio, f"over {RING}, error": error}
     for name, job, of in (("megatron", ring, theirs), ("wlb", ours.job, mine)):
         row[name] = {"recompute": job.recompute.flags, "gib": gib(job), "ms": of.time.mean() / 1e3}
+        row[name] |= {"exchange": of.exchange, "waiting": of.waiting}
     row["wlb"] |= {"micro_batches": ours.job.num_micro_batches, "max_tokens": ours.job.max_tokens}
     return row
 

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence_report import page
+from benchmarks.dynamic_cp import PROFILES as GPUS
 from benchmarks.paper import report
 from benchmarks.results import Row
-from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER
+from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER, Case
 from megatron_wlb.adapter import compat
+from megatron_wlb.cli.analyze.report import CLOSE
 from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.plan.mock import PROFILES
 
 ROOT = Path(__file__).parents[1]
 OFF = math.log(1.15)
@@ -36,7 +39,9 @@ def pages() -> dict[Path, str]:
         ("docs/flags", "flags", flags()),
         ("docs/compatibility", "versions", versions()),
         ("docs/performance", "equal memory", equal_memory()),
+        ("docs/performance", "documents", documents()),
         ("docs/performance", "published", published(by_publication=False)),
+        ("docs/analyze", "profiles", profiles()),
         ("docs/convergence", "results", convergence()),
         (tables, "recipes", recipes()),
         (tables, "limit", limit()),
@@ -45,6 +50,7 @@ def pages() -> dict[Path, str]:
         (tables, "attention", cp_attention()),
         (tables, "rows", cp_rows()),
         (tables, "layers", cp_layers()),
+        (tables, "dynamic", dynamic_cp()),
         (tables, "checks", checks()),
         (tables, "result", paper()),
     )
@@ -125,18 +131,54 @@ def equal_memory() -> str:
     """Tokens per second over Megatron, both sides with their fastest recomputation within an H100's memory."""
     lines = []
     for row in _result("step_time")["settings"]["memory"]:
-        model, sizes = LAYOUTS[row["layout"]]
-        given = sizes | ({"dp": row["dp"]} if row["dp"] > 1 else {})
-        layout = " ".join(f"{name.upper()}{size}" for name, size in given.items() if name != "etp")
-        gpus = math.prod(given.get(name, 1) for name in ("tp", "cp", "pp", "dp"))
-        rank = " a rank" if row["dp"] > 1 else ""
         ways = [_recomputed(row[side]["recompute"]) for side in ("megatron", "wlb")]
         how = ways[0] if ways[0] == ways[1] else f"Megatron: {ways[0] or 'nothing'}, `--wlb`: {ways[1] or 'nothing'}"
-        job = f"{_MODELS[model]}, {gpus} H100s, {layout}, {row['windows']} windows of {row['window'] >> 10}K{rank}"
-        lines.append([f"{job}{f'; recomputed: {how}' if any(ways) else ''}", f"{row[f'over {RING}']:.2f}"])
+        lines.append([f"{_job(row)}{f'; recomputed: {how}' if any(ways) else ''}", f"{row[f'over {RING}']:.2f}"])
     return _table(
         ["tokens per second over Megatron's, the same tokens in every step, in equal memory", "`--wlb`"], lines
     )
+
+
+def documents() -> str:
+    """The same jobs with other documents than F2, and where `--wlb` brings nothing."""
+    found = {(row["documents"], *_case(row)): row for row in _result("documents")["rows"]}
+    names, lines = list(dict.fromkeys(name for name, *_ in found)), []
+    for f2 in _result("step_time")["settings"]["memory"]:
+        ratios = [row[f"over {RING}"] for row in (f2, *(found[name, *_case(f2)] for name in names))]
+        words = (", slower" if r < 1 - CLOSE else ", nothing" if r < 1 + CLOSE else "" for r in ratios)
+        lines.append([_job(f2), *(f"{ratio:.2f}{word}" for ratio, word in zip(ratios, words, strict=True))])
+    shares = [f"waiting + exchange, % of a step of {title}, mean" for title in ("Megatron", "`--wlb`")]
+    for side, title in zip(("megatron", "wlb"), shares, strict=True):
+        of = [[row[side] for (of, *_), row in found.items() if of == name] for name in names]
+        means = [[100 * statistics.mean(row[part] for row in rows) for part in ("waiting", "exchange")] for rows in of]
+        lines.append([title, "", *(f"{waiting:.0f} + {exchange:.0f}" for waiting, exchange in means)])
+    return _table(["tokens per second over Megatron's, by documents", "F2", *names], lines)
+
+
+def _case(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in Case._fields)
+
+
+def _job(row: Row) -> str:
+    """The job of a case, in words."""
+    model, sizes = LAYOUTS[row["layout"]]
+    given = sizes | ({"dp": row["dp"]} if row["dp"] > 1 else {})
+    layout = " ".join(f"{name.upper()}{size}" for name, size in given.items() if name != "etp")
+    gpus = math.prod(given.get(name, 1) for name in ("tp", "cp", "pp", "dp"))
+    rank = " a rank" if row["dp"] > 1 else ""
+    return f"{_MODELS[model]}, {gpus} H100s, {layout}, {row['windows']} windows of {row['window'] >> 10}K{rank}"
+
+
+def profiles() -> str:
+    """The length profiles: their fits, and the published figures that these were made for."""
+    lines = []
+    for name, each in PROFILES.items():
+        of = each.lengths
+        tail = f", {100 * of.share:g} % Pareto from {of.minimum:,g} on, exponent {of.alpha:g}" if of.share else ""
+        fit = f"log-normal, median {math.exp(of.mu):,.0f}, deviation {of.sigma:g}{tail}"
+        sources = ", ".join(f"[{i}]({url})" for i, url in enumerate(each.sources, 1))
+        lines.append([f"`{name}`", each.documents, each.figures, fit, sources])
+    return _table(["name", "documents", "published, in tokens", "fit", "source"], lines)
 
 
 _MODELS = {
@@ -230,6 +272,19 @@ def cp_layers() -> str:
         ]
         lines.append([f"{model}, {heads}", f"{window >> 10}K", str(cp), *cells])
     return _table(["model, key heads of a rank", "window", "CP", *shown, "`auto`"], lines)
+
+
+def dynamic_cp() -> str:
+    """Megatron's example of dynamic context parallelism: ratios of steps, measured and predicted."""
+    lines = []
+    for row in _result("dynamic_cp")["rows"]:
+        ways = [f"{row[way]:.2f} ± {row[f'{way}, error']:.2f}" for way in (*GPUS, "only launches")]
+        shares = [f"{100 * share:.0f}" for share in row[f"{GPUS[0]}, of measured"]]
+        counts = " / ".join(f"{count:.2f}" for count in row["micro_batches"])
+        took = " / ".join(f"{ms:.0f}" for ms in row["measured_ms"])
+        lines.append([str(row["gpus"]), took, f"{row['measured']:.2f}", *ways, counts, " / ".join(shares)])
+    titles = ["GPUs", "measured, ms", "ratio", *(f"predicted, {name}" for name in GPUS), "only launches"]
+    return _table([*titles, "micro-batches of a rank", f"predicted, {GPUS[0]}, % of measured"], lines)
 
 
 def _balance(data: str, packings: tuple[str, ...], cps: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], Row]]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_wlb.job import MAX_TOKENS, Sharding
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
-from megatron_wlb.plan.mock import mock_lengths
+from megatron_wlb.plan.mock import PROFILES, mock_lengths
 from megatron_wlb.settings import Settings, integer_or_auto, setting
 
 
@@ -78,8 +78,8 @@ class RunSettings(Settings):
     )
     mock_lengths: str | None = setting(
         None,
-        "Lengths of the documents of --mock-data: F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA of a log-normal body and, for a "
-        "share of the documents, a Pareto tail. Default: upstream's mock data.",
+        f"Lengths of the documents of --mock-data: {', '.join(PROFILES)}, or MU,SIGMA,SHARE,MINIMUM,ALPHA of a "
+        "log-normal body and, for a share of the documents, a Pareto tail. Default: upstream's mock data.",
     )
     log: str | None = setting(None, "Append one JSON object a step to this file: loss, tokens, work, delays, shards.")
 

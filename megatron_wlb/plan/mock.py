@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,10 +50,55 @@ class MockLengths:
 F2 = MockLengths()
 
 
+class Profile(NamedTuple):
+    """Lengths fitted to figures that others published."""
+
+    lengths: MockLengths
+    documents: str
+    figures: str
+    """In tokens."""
+    sources: tuple[str, ...]
+
+
+PROFILES = {
+    "F2": Profile(
+        F2,
+        "pre-training, mixed",
+        "Table 2 of WLB-LLM at 128K",
+        ("https://www.usenix.org/conference/osdi25/presentation/wang-zheng",),
+    ),
+    "agents": Profile(
+        MockLengths(10.7016, 0.3347, 0.498, 28958, 4.352, longest=184_000),
+        "trajectories of coding agents (CoderForge)",
+        "30, 76, 92.5, 99.3, 99.9 % up to 32K, 48K, 64K, 96K, 128K; median 38,000, p95 71,000, longest 184,000",
+        ("https://github.com/NVIDIA-NeMo/Automodel/tree/main/examples/long_context_validation/qwen3_32b",),
+    ),
+    "books": Profile(
+        MockLengths(10.67158, 0.62813, 0.39407, 102673, 2.40746, longest=8_687_685),
+        "books (RedPajama's, English)",
+        "quartiles 37,528, 77,580, 129,413; mean 100,973; longest 8,687,685",
+        ("https://huggingface.co/datasets/BEE-spoke-data/rp_books-en",),
+    ),
+    "code": Profile(
+        MockLengths(6.6025, 1.2122, 0),
+        "source files (Python of The Stack, StarCoderData)",
+        "mean 1,536; 2 % of the files have 20 % of the tokens",
+        ("https://huggingface.co/datasets/manu/code_5p_data", "https://arxiv.org/abs/2407.00434"),
+    ),
+    "conversations": Profile(
+        MockLengths(5.7371, 1.1, 0),
+        "chats (LMSYS-Chat-1M)",
+        "2.0 turns of 69.5 and 214.5 in the mean; over 99 % shorter than 4K",
+        ("https://arxiv.org/abs/2309.11998", "https://arxiv.org/abs/2503.02356"),
+    ),
+}
+"""By the name that --wlb-mock-lengths takes."""
+
+
 def mock_lengths(text: str) -> MockLengths:
-    """Parse F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA; raises ValueError for anything else."""
-    if text == "F2":
-        return F2
+    """Parse a profile's name, or MU,SIGMA,SHARE,MINIMUM,ALPHA; raises ValueError for anything else."""
+    if text in PROFILES:
+        return PROFILES[text].lengths
     try:
         mu, sigma, share, minimum, alpha = (float(part) for part in text.split(","))
         if abs(mu) <= 20 and 0 <= sigma <= 20 and 0 <= share <= 1 and 1 <= minimum <= 1 << 30 and 0 < alpha <= 100:
@@ -60,8 +106,9 @@ def mock_lengths(text: str) -> MockLengths:
     except ValueError:
         pass
     raise ValueError(
-        f"--wlb-mock-lengths {text[:40]} must be F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA: mean and deviation of the "
-        "logarithm in the log-normal body, the share of documents in the Pareto tail, its least length, its exponent"
+        f"--wlb-mock-lengths {text[:40]} must be {', '.join(PROFILES)}, or MU,SIGMA,SHARE,MINIMUM,ALPHA: mean and "
+        "deviation of the logarithm in the log-normal body, the share of documents in the Pareto tail, its least "
+        "length, its exponent"
     )
 
 

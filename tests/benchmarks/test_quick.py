@@ -22,6 +22,8 @@ def slow(*values):
     ("module", "options", "name"),
     [
         ("cp_balance", "--quick", "cp_balance"),
+        ("documents", "--quick", "documents"),
+        ("dynamic_cp", "--quick", "dynamic_cp"),
         ("gpu.cp_attention", "--quick --device cpu --minutes 0.1", "cp_attention_cpu"),
         ("paper", "--quick", "paper"),
         ("placement", "--quick", "placement"),

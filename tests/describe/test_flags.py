@@ -18,7 +18,7 @@ REASONS = {
     "--wlb-strict": "who wants no flag changed",
     "--wlb-digest": "what a step trained, against Megatron's own run",
     "--wlb-sft-skip": "conversations that upstream cuts off; one bad row of millions",
-    "--wlb-mock-lengths": "memory.json: documents of a rehearsal without data",
+    "--wlb-mock-lengths": "documents.json: speed-ups by documents; memory.json: a rehearsal without data",
     "--wlb-log": "what `compare` reads",
 }
 

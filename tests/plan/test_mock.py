@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_wlb.plan.mock import F2, MockDocuments, mock_lengths
+from megatron_wlb.plan.mock import F2, PROFILES, MockDocuments, mock_lengths
 
 
 def mock(seed=3, distribution=F2, vocabulary=50):
@@ -40,6 +40,31 @@ def test_lengths_have_the_body_and_the_tail_of_the_flag():
     assert (first != second).any()
 
 
+UP_TO = {
+    "agents": {32 << 10: 0.3, 38_000: 0.5, 48 << 10: 0.76, 64 << 10: 0.925, 71_000: 0.95, 96 << 10: 0.993},
+    "books": {37_528: 0.25, 77_580: 0.5, 129_413: 0.75},
+}
+"""Shares of documents up to so many tokens."""
+MEANS = {"books": 100_973, "code": 1536, "conversations": 2.0 * (69.5 + 214.5)}
+
+
+@pytest.mark.parametrize("name", PROFILES.keys() - {"F2"})
+def test_a_profile_has_the_figures_of_its_source(name):
+    drawn = mock_lengths(name).draw(1_000_000, 0)
+    for length, share in UP_TO.get(name, {}).items():
+        assert np.mean(drawn <= length) == pytest.approx(share, abs=0.008), length
+    if name in MEANS:
+        assert drawn.mean() == pytest.approx(MEANS[name], rel=0.01)
+    if name == "agents":
+        assert drawn.max() == 184_000
+        assert np.mean(drawn > 1 << 17) == pytest.approx(0.001, rel=0.2)
+        assert np.mean(drawn <= 16 << 10) == pytest.approx(112 / 155_144, rel=0.2)
+    if name == "code":
+        assert np.sort(drawn)[-20_000:].sum() / drawn.sum() == pytest.approx(0.2, rel=0.02)
+    if name == "conversations":
+        assert 0.99 < np.mean(drawn < 4096) < 0.995
+
+
 def test_the_ends_of_what_a_distribution_may_be():
     least, most = mock_lengths("-20,0,0,1,0.001"), mock_lengths(f"20,20,1,{1 << 30},100")
     assert (least.minimum, most.minimum) == (1, 1 << 30)
@@ -51,5 +76,7 @@ WRONG = """F3 1,2,3 nan,0.8,0.5,100,1 20.1,0.8,0.5,100,1 -20.1,0.8,0.5,100,1 7,-
 
 @pytest.mark.parametrize("text", ["", *WRONG.split()])
 def test_what_is_no_distribution_is_refused(text):
-    with pytest.raises(ValueError, match="must be F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA: mean and"):
+    with pytest.raises(
+        ValueError, match="must be F2, agents, books, code, conversations, or MU,SIGMA,SHARE,MINIMUM,ALPHA: mean and"
+    ):
         mock_lengths(text)
