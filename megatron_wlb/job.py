@@ -222,8 +222,6 @@ class Job:
     sharding: Sharding = Sharding()
     reorder: bool = True
     """Place and order micro-batches by work. False keeps the order of packing, as Megatron does."""
-    whole_documents: bool = False
-    """A step trains whole documents, so that its tokens vary (`--wlb-documents whole`)."""
     cp_exchange: Annotated[str, Meta(pattern=r"\A(shared|latents|all|ring)\Z")] = "shared"
     """Which K and V context-parallel ranks exchange. shared: needed rows of documents on several ranks, in rounds.
     latents: the same rows as latents, before attention. all: all documents by one all-gather, as in the paper. ring:
@@ -320,11 +318,6 @@ class Job:
             raise ValueError(
                 f"{count} micro-batches for {self.global_batch_size} windows a step: those of {self.packing.name} "
                 "packing are one window long; give as many"
-            )
-        if self.packing.fixed_length and self.whole_documents:
-            raise ValueError(
-                f"whole documents (--wlb-documents) do not fit the windows of {self.packing.name} packing; choose "
-                "adaptive or paper"
             )
 
     @property

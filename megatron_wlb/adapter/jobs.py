@@ -120,7 +120,6 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
             job,
             parallel=replace(job.parallel, group_size=args.microbatch_group_size_per_vp_stage),
             packing=OriginalPacking(),
-            whole_documents=False,
             global_batch_size=count,
             num_micro_batches=count,
         )

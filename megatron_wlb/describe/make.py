@@ -63,7 +63,6 @@ def make_job(
         "num_micro_batches": count,
         "packing": POLICIES[DEFAULT_POLICY]() if packing is None else packing,
         "sharding": sharding or Sharding(),
-        "whole_documents": settings.documents == "whole",
         **given,
     }
     if "profile" not in fields:

@@ -63,8 +63,6 @@ class AdaptivePacking(Packing):
         return self.max_delay_steps > 0
 
     def most_step_tokens(self, job: Job) -> int | None:
-        if job.whole_documents:
-            return None
         if not self.delays:
             return job.batch_tokens
         # The limit of its tokens, or its target and half a fluid document.

@@ -36,7 +36,6 @@ def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
         max_tokens=job.context_length,
         parallel=replace(parallel, group_size=group),
         packing=OriginalPacking(),
-        whole_documents=False,
         reorder=False,
         overlap_transfers=False,
         tp_tile_rows=0,

@@ -41,9 +41,6 @@ class Windows:
     lengths: np.ndarray
     """Tokens of each document, int32 [documents]; Megatron's documents are the sequences of its `.idx` files."""
     context_length: int
-    whole: bool = False
-    """Documents are cut every C tokens from their own beginning, instead of where windows are, and each piece is
-    trained with the window in which it begins. Every window has one."""
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -63,12 +60,7 @@ class Windows:
         tokens = np.cumsum(rows["length"]) - rows["length"]
         first = np.cumsum(counts) - counts  # row of a window
         rows["index"] = sample * self.context_length + tokens - tokens[first[sample]]
-        if not self.whole:
-            return rows[rows["length"] > 0]
-        rows["offset"] = -(-offset // self.context_length) * self.context_length
-        rows["index"] += rows["offset"] - offset
-        rows["length"] = np.minimum(lengths - rows["offset"], self.context_length)
-        return rows[rows["offset"] < stop]
+        return rows[rows["length"] > 0]
 
     def misfit(self, documents: np.ndarray | None) -> str:
         """Return what shows that the arrays are of another dataset than that of `lengths`, "" if nothing does.
@@ -193,7 +185,6 @@ def windows(
     *,
     seed: SizeOrNone | None = 0,
     num_samples: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None,
-    whole: bool = False,
 ) -> Windows:
     """Cut documents of `lengths`, int64 [n], into windows as `GPTDataset` does, with another generator's shuffles.
 
@@ -227,7 +218,6 @@ def windows(
         shuffle_index=shuffle,
         lengths=lengths,
         context_length=context_length,
-        whole=whole,
     )
 
 

@@ -139,7 +139,7 @@ def _log(data: bytes, folder: Path) -> None:
 
 PARSED = """data_path train_data_path data_args_path per_split_data_args_path split cp_comm_type offload_modules
 pipeline_model_parallel_layout recompute_modules wlb_packing wlb_cp_sharding wlb_cp_gradients
-wlb_micro_batches wlb_max_tokens wlb_memory_budget wlb_documents wlb_strict wlb_digest wlb_sft_skip
+wlb_micro_batches wlb_max_tokens wlb_memory_budget wlb_strict wlb_digest wlb_sft_skip
 wlb_mock_lengths""".split()
 """Arguments of a log that may be any text."""
 

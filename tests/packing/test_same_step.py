@@ -58,12 +58,11 @@ def test_all_documents_are_placed(lengths, layout, rounds, max_tokens):
     LAYOUTS,
     st.integers(1, 4),
     st.sampled_from([1, 3, 8]),
-    st.booleans(),
 )
-def test_a_step_has_the_pieces_of_its_own_samples(lengths, layout, rounds, windows, whole):
+def test_a_step_has_the_pieces_of_its_own_samples(lengths, layout, rounds, windows):
     lengths = [*lengths, 65]
-    given = job_on(layout, rounds, windows=windows, whole_documents=whole)
-    data, running = samples(lengths, whole=whole), packer(given, lengths)
+    given = job_on(layout, rounds, windows=windows)
+    data, running = samples(lengths), packer(given, lengths)
     for first in range(0, len(data), windows):
         step = running.next()
         own = data.pieces(first, min(first + windows, len(data)))

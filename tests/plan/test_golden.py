@@ -34,10 +34,10 @@ def drawn(rng):
     window = pick(2048, 8192, 32768)
     others = AdaptivePacking(max_delay_steps=20), WlbPacking(), OriginalPacking(), FixedPacking(global_batches=2)
     packing = pick(*[AdaptivePacking()] * 6, *others)
-    whole = bool(pick(0, 0, 0, 1)) and not packing.fixed_length
+    pick(0, 0, 0, 1)  # once a flag, as below
     each = pick(pp, 2 * pp, 3 * pp + 1) if vpp == 1 else pick(pp, 2 * pp, 3 * pp)
     model = pick("550m", "llama2-7b", "llama3-8b", "deepseek-v2-lite")
-    settings = PlanSettings(profile=pick("h100-fa2", "h100-fa2", "flops"), documents="whole" if whole else "windows")
+    settings = PlanSettings(profile=pick("h100-fa2", "h100-fa2", "flops"))
     strategy = pick("auto", "auto", "hybrid", "paper", "per-document", "per-sequence")
     pick(0, 0, 1)  # once a flag: so the other draws, and the plans of jobs without it, are as they were
     sharding = Sharding(cp_sharding=strategy, cp_gradients=pick("fp32", "model"))
@@ -66,7 +66,7 @@ def drawn(rng):
         recompute=Recompute(granularity=recompute, modules=("core_attn",) if recompute == "selective" else ()),
     )
     lengths = documents(np.random.default_rng(seed), kind, window, 12 * size * window)
-    return job, Samples(parts=[windows(lengths, window, seed=seed, whole=whole)], context_length=window)
+    return job, Samples(parts=[windows(lengths, window, seed=seed)], context_length=window)
 
 
 def documents(rng, kind, window, total):

@@ -1,12 +1,14 @@
 """The packer over many steps: nothing lost between them, and a resumed run plans what the first would have planned."""
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 
 from benchmarks.fixed import FixedPacking
-from megatron_wlb.documents import DOCUMENT, PackedBatch
+from megatron_wlb.documents import DOCUMENT, PackedBatch, Policy
+from megatron_wlb.job import Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
@@ -61,12 +63,11 @@ def assert_every_token_once(steps):
 
 
 @pytest.mark.parametrize("same_step", SAME_STEP.values(), ids=SAME_STEP)
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_step_trains_its_own_samples_wherever_a_run_begins(same_step, whole):
+def test_a_step_trains_its_own_samples_wherever_a_run_begins(same_step):
     """Nothing waits: the number of samples trained is all that a run needs to go on, with any number of them a step."""
-    data = samples(*lengths(), whole=whole and same_step.name == "adaptive")
+    data = samples(*lengths())
     for first, batch in ((0, 4), (17, 4), (8, 2), (len(data) - 3, 4)):
-        described = job(packing=same_step, num_micro_batches=batch, whole_documents=data.parts[0].whole)
+        described = job(packing=same_step, num_micro_batches=batch)
         packer = Packer(data, described, first_sample=first, step=7)
         for k, step in enumerate(steps_of(packer)):
             begin = first + k * batch
@@ -115,6 +116,28 @@ def test_a_run_resumed_at_any_step_plans_the_same(with_delay):
             assert_same_step(resumed.next(), expected)
     with pytest.raises(StopIteration):
         resumed.next()
+
+
+class Slow(Packing, Policy):
+    """Draws one sample in each of the first three steps, and then all of a step's own."""
+
+    name = "slow"
+    delays = True
+
+    def policy(self, job):
+        return self
+
+    def pack(self, step, draw):
+        rows = draw.own(C if step < 3 else None)
+        return PackedBatch(documents=rows, bounds=np.array([0, len(rows)]))
+
+
+def test_samples_that_waited_are_not_owed():
+    steps = list(itertools.islice(steps_of(packer_of(Slow())), 6))
+    assert [np.unique(step.drawn["index"] // C).tolist() for step in steps] == [
+        [0], [1], [2], [3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14],
+    ]  # fmt: skip
+    assert [step.first for step in steps] == [0, 1, 2, 3, 7, 11]
 
 
 @pytest.mark.parametrize(("before", "after"), [(32, 64), (64, 32), (32, 8)])

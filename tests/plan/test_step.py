@@ -15,12 +15,14 @@ import pytest
 from megatron_wlb import Planner, plan_step
 from megatron_wlb.documents import document_work
 from megatron_wlb.packing import POLICIES
-from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.adaptive import AdaptivePacking, arranged
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.metrics import delays
+from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import PLAN_AHEAD, plan_packed, shard_step, step_cost
 from megatron_wlb.sharding import select
 from tests.jobs import MODEL, job, packer
+from tests.packing.steps import documents
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
 
@@ -63,9 +65,11 @@ def test_a_plan_is_packed_placed_and_sharded(packing, experts):
 
 def test_a_step_may_have_another_number_of_micro_batches():
     """More where documents do not fit, fewer for fewer documents if every rank has one; what depends on it follows."""
-    described = job(num_micro_batches=4, max_tokens=64, whole_documents=True, pp=2, dp=2)
-    for given, count in (([50] * 6, 6), ([64, 64, 1], 2), ([65], 4)):
-        packed = packer(described, given, seed=None).next()
+    described = job(num_micro_batches=4, max_tokens=64, pp=2, dp=2)
+    for given, count in (([50] * 6, 6), ([64, 64], 2), ([64], 4)):
+        rows = documents(given)
+        batch = arranged(rows, described)
+        packed = PackedStep(step=0, batch=batch, drawn=rows, first=0, position={}, waiting={})
         plans = [plan_packed(packed, described, rank) for rank in range(2)]
         assert [len(plan.micro_batches) for plan in plans] == [len(packed.batch) // 2] * 2 == [count // 2] * 2
         assert sum(m.tokens for plan in plans for m in plan.micro_batches) == packed.batch.documents["length"].sum()

@@ -103,12 +103,7 @@ class Setup:
                 "number, for fewer data-parallel ranks of as many windows each"
             )
         count = job.global_batch_size * min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // job.global_batch_size))
-        self.windows = data.samples(run.arguments.seed, job.context_length, count)
-        """The samples as Megatron trains them."""
-        self.samples = self.windows
-        """The samples as --wlb trains them: those, unless documents stay whole."""
-        if job.whole_documents:
-            self.samples = data.samples(run.arguments.seed, job.context_length, count, whole=True)
+        self.samples = data.samples(run.arguments.seed, job.context_length, count)
         self.job, self.tried = self._best(job.packing)
         a, stated = run.arguments, run.launched.stated
         model, half = job.model, job.crossover_tokens
@@ -172,9 +167,9 @@ class Setup:
 
     @cached_property
     def delayed(self) -> Job | None:
-        """The job with a delay; None if it has one already, or another policy, or steps of another number of tokens."""
+        """The job with a delay; None if it has one already, or another policy, or rows of --sft."""
         packing = self.job.packing
-        if not isinstance(packing, AdaptivePacking) or packing.delays or self.job.whole_documents or self.data.begins:
+        if not isinstance(packing, AdaptivePacking) or packing.delays or self.data.begins:
             return None
         with contextlib.suppress(ValueError):  # memory may not hold it
             return self._best(DELAY)[0]
@@ -208,7 +203,7 @@ class Setup:
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """Yield `count` steps as a scheme would train them, after a warm-up if it delays."""
-        packer = Packer(self.samples if job.whole_documents else self.windows, job)
+        packer = Packer(self.samples, job)
         for _ in range(WARM_UP if job.packing.delays else 0):
             packer.next()
         for _ in range(count):
