@@ -193,6 +193,10 @@ class Packing:
         """Whether documents may run in a later step than Megatron's."""
         return False
 
+    def delayed(self, steps: int) -> "Packing | None":
+        """Return this policy where documents may wait so many steps; None: they may already, or never may."""
+        return None
+
     def most_step_tokens(self, job: "Job") -> int | None:
         """Most tokens that a step holds, whatever S_max is; None: as many as fit."""
         return job.batch_tokens if self.fixed_length else None

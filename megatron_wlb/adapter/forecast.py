@@ -8,7 +8,7 @@ from megatron_wlb.describe import alternatives, price
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.job import Job
-from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan.micro_batches import steps_left, time_per_work
 
 

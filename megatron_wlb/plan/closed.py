@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.job import Job
-from megatron_wlb.packing.adaptive import placed
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.paper import PaperPacking
+from megatron_wlb.packing.place import placed
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.packer import PackedStep
@@ -73,7 +73,7 @@ def balance(
                 f"{count} {what} do not divide over {job.parallel.dp} data-parallel ranks; give a multiple, or leave "
                 f"{'equal_counts' if what == 'sequences' else 'num_micro_batches'} out"
             )
-    job = replace(job, packing=WlbPacking())  # whose steps hold as many tokens as fit
+    job = replace(job, packing=PaperPacking())  # whose steps hold as many tokens as fit
     return plan_packed(_packed(given.tobytes(), job, num_micro_batches, equal_counts), job, dp_rank)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.job import Job
-from megatron_wlb.plan import state as saved
+from megatron_wlb.packing import state as saved
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.settings import SizeOrNone, in_range
 

@@ -17,9 +17,9 @@ from megatron_wlb.cli import compare
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.hardware import profile
+from megatron_wlb.packing import state
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan import state
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan.dataset import check_index, doubts, read_index, read_lengths
 from megatron_wlb.plan.packer import Packer
 from rehearsal.__main__ import task_of
@@ -31,7 +31,7 @@ BIN_BYTES = 4096
 LENGTHS = (np.arange(60) * 37 % 200, np.arange(40) * 11 % 30 + 1)
 """Lengths of the documents of two datasets; a few are empty, some longer than the window."""
 DELAYING = {
-    "paper": WlbPacking(),
+    "paper": PaperPacking(),
     "adaptive": AdaptivePacking(max_delay_steps=20),
     "fixed": FixedPacking(global_batches=3),
 }

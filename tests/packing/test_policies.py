@@ -9,8 +9,8 @@ from benchmarks.fixed import FixedPacking
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, policy_of
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking, assign
+from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.paper import BACKLOG_STEPS, LATE_STEPS, PaperPacking, assign
 from megatron_wlb.plan.packer import Packer
 from tests.jobs import job, samples
 from tests.jobs import packer as make
@@ -19,7 +19,7 @@ from tests.packing.steps import documents, fixed, pack, packed, steps_of, tokens
 
 def wlb(num_micro_batches, max_tokens, thresholds=(), crossover_tokens=10):
     sizes = {"context_length": max_tokens, "max_tokens": max_tokens, "crossover_tokens": crossover_tokens}
-    return WlbPacking(outlier_thresholds=thresholds).policy(job(num_micro_batches=num_micro_batches, **sizes))
+    return PaperPacking(outlier_thresholds=thresholds).policy(job(num_micro_batches=num_micro_batches, **sizes))
 
 
 def pieces(packing):
@@ -69,7 +69,7 @@ def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths):
     """Micro-batches are as long as a window, so that few are full. As Algorithm 1 stands, ever more would wait."""
     n, window = 16, 1000
     sizes = {"context_length": window, "max_tokens": window, "crossover_tokens": window}
-    given = job(packing=WlbPacking(), num_micro_batches=n, **sizes)
+    given = job(packing=PaperPacking(), num_micro_batches=n, **sizes)
     data = samples(np.random.default_rng(0).integers(*lengths, 4000), context_length=window)
     seen, remained = [], []
     for step in steps_of(Packer(data, given)):
@@ -112,7 +112,7 @@ def test_the_largest_sums_of_work_stay_exact():
 
 
 def test_original_by_hand():
-    running = make(job(packing=OriginalPacking(), num_micro_batches=2, context_length=10), [4, 9, 10, 13], seed=None)
+    running = make(job(packing=MegatronPacking(), num_micro_batches=2, context_length=10), [4, 9, 10, 13], seed=None)
     assert [pieces(step.batch) for step in steps_of(running)] == [
         [[(0, 0, 4), (4, 0, 6)], [(10, 6, 3), (13, 0, 7)]],
         [[(20, 7, 3), (23, 0, 7)], []],  # the data ends
@@ -131,9 +131,9 @@ def test_fixed_spreads_the_last_documents():
 @given(
     packing=st.sampled_from(
         [
-            OriginalPacking(),
+            MegatronPacking(),
             *(FixedPacking(global_batches=k) for k in (1, 2, 4)),
-            *(WlbPacking(outlier_thresholds=lengths) for lengths in (None, (1, 2), (7, 15))),
+            *(PaperPacking(outlier_thresholds=lengths) for lengths in (None, (1, 2), (7, 15))),
             AdaptivePacking(max_delay_steps=20),
         ]
     ),
@@ -171,7 +171,7 @@ def test_wlb_releases_its_outliers_at_the_end_the_longest_first():
 
 def test_a_policy_and_its_parameter_are_one_word():
     assert policy_of(None) == POLICIES[DEFAULT_POLICY]()
-    assert policy_of("paper:7,9") == WlbPacking(outlier_thresholds=(7, 9))
+    assert policy_of("paper:7,9") == PaperPacking(outlier_thresholds=(7, 9))
     assert policy_of("adaptive:20") == AdaptivePacking(max_delay_steps=20)
     assert [name for name in POLICIES if policy_of(name).delays] == ["paper"]
     for text in (*POLICIES, "paper:7,9", "adaptive:20"):

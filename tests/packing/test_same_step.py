@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_wlb.packing.adaptive import arranged, placed
+from megatron_wlb.packing.adaptive import arranged
+from megatron_wlb.packing.place import placed
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import plan_packed
 from tests.jobs import MODEL, job, packer, samples

@@ -8,7 +8,7 @@ import pytest
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan import micro_batches
 from megatron_wlb.plan.micro_batches import WARM_UP, predictions, recomputed, time_per_work
 from megatron_wlb.simulate.memory import peak_bytes
@@ -56,7 +56,7 @@ def test_only_what_a_job_can_have_is_tried():
     assert set(chosen(pp=4, vpp=2, dp=2, group_size=4)[1]) == {8, 16, 24, 32}
     assert set(chosen(cp=2, memory_known=False)[1]) == {8, 12, 16, 24, 32}
     assert set(chosen(cp=2, refuses=(1, 16))[1]) == {2, 4, 6, 8, 12, 24, 32}
-    assert chosen(pp=4, packing=WlbPacking()) == (8, {})  # whose steps would vary in tokens by it
+    assert chosen(pp=4, packing=PaperPacking()) == (8, {})  # whose steps would vary in tokens by it
     assert set(chosen(pp=4, refuses=(1, 2, 4, 6, 12, 16, 24, 32))[1]) == {8}
 
 

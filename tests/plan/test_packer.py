@@ -10,8 +10,8 @@ from benchmarks.fixed import FixedPacking
 from megatron_wlb.documents import DOCUMENT, PackedBatch, Policy
 from megatron_wlb.job import Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan.metrics import delays, original_work
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Rows, Samples
@@ -20,10 +20,10 @@ from tests.jobs import job, samples
 from tests.packing.steps import steps_of, tokens
 
 C = 64
-SAME_STEP = {"original": OriginalPacking(), "adaptive": AdaptivePacking(), "fixed": FixedPacking()}
+SAME_STEP = {"original": MegatronPacking(), "adaptive": AdaptivePacking(), "fixed": FixedPacking()}
 WITH_DELAY = {
     "fixed of three": FixedPacking(global_batches=3),
-    "wlb": WlbPacking(outlier_thresholds=(C // 4, C // 2)),
+    "wlb": PaperPacking(outlier_thresholds=(C // 4, C // 2)),
     "adaptive with delay": AdaptivePacking(max_delay_steps=20),
 }
 
@@ -176,7 +176,7 @@ def test_a_run_goes_on_with_other_micro_batches(with_delay, num_micro_batches, n
     packer = packer_of(with_delay)
     steps = [packer.next() for _ in range(num_steps)]
     # Other thresholds too, so that what waits changes its queue.
-    changed = WlbPacking(outlier_thresholds=(20, 40, 60)) if with_delay.name == "paper" else with_delay
+    changed = PaperPacking(outlier_thresholds=(20, 40, 60)) if with_delay.name == "paper" else with_delay
     resumed = packer_of(changed, num_micro_batches=num_micro_batches, max_tokens=2 * C)
     resumed.load_state(through_json(steps[-1].state))
     assert resumed.step == num_steps
@@ -194,16 +194,16 @@ def test_a_run_goes_on_with_other_micro_batches(with_delay, num_micro_batches, n
     ids=["packing", "window"],
 )
 def test_a_state_of_another_run_is_refused_and_changes_nothing(other, message):
-    packer, undisturbed = packer_of(WlbPacking()), packer_of(WlbPacking())
+    packer, undisturbed = packer_of(PaperPacking()), packer_of(PaperPacking())
     for _ in range(3):
         packer.next(), undisturbed.next()
     with pytest.raises(ValueError, match=message):
-        packer.load_state(jobs.packer(job(**{"packing": WlbPacking()} | other), *lengths()).next().state)
+        packer.load_state(jobs.packer(job(**{"packing": PaperPacking()} | other), *lengths()).next().state)
     assert_same_step(packer.next(), undisturbed.next())
 
 
 def test_samples_of_another_window_are_refused():
     with pytest.raises(ValueError, match="the samples have windows of 64 tokens, the job of 32; give both the same"):
-        packer_of(WlbPacking(), context_length=32)
+        packer_of(PaperPacking(), context_length=32)
     with pytest.raises(ValueError, match="first_sample is -1; it must be int >= 0"):
         Packer(jobs.samples([9] * 99), job(), first_sample=-1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_wlb import _native
-from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
 from megatron_wlb.plan import placement as plan_placement
@@ -133,7 +133,7 @@ def test_slots_are_alike_where_ranks_divide_experts():
     assert (paces(work[apart], experts[apart], dense) == work[apart]).all()
 
 
-@pytest.mark.parametrize("changes", [{"reorder": False}, {"packing": OriginalPacking()}])
+@pytest.mark.parametrize("changes", [{"reorder": False}, {"packing": MegatronPacking()}])
 def test_a_job_that_keeps_its_order_is_placed_round_robin(changes):
     work = np.array([9, 1, 8, 2, 7, 3])
     given = job_of(work, 2, 4, **changes)

@@ -8,7 +8,7 @@ import pytest
 from megatron_wlb.job import Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape, gated_delta_net, mamba
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import (
@@ -230,7 +230,7 @@ def check_largest(given, budget):
     assert largest % unit == 0 and peak(given, largest) <= budget < peak(given, largest + unit)
 
 
-@pytest.mark.parametrize("packing", [WlbPacking(), AdaptivePacking()], ids=lambda packing: packing.name)
+@pytest.mark.parametrize("packing", [PaperPacking(), AdaptivePacking()], ids=lambda packing: packing.name)
 @pytest.mark.parametrize("count", [8, 16, 64])
 def test_the_largest_micro_batch_that_fits(packing, count):
     """Also of small micro-batches, of which a step with steady tokens cannot hold as many of S_max as are in flight."""
@@ -241,7 +241,7 @@ def test_the_largest_micro_batch_that_fits(packing, count):
     interleaved = in_parallel(given, vpp=3, tp=8, sequence_parallel=True, cp=2)
     check_largest(interleaved, 60e9)
     assert largest_max_tokens(interleaved, 1e3) == 0
-    every = replace(given, packing=WlbPacking())
+    every = replace(given, packing=PaperPacking())
     assert (peak(given, 50_000) < peak(every, 50_000)) == packing.steady_tokens
 
 

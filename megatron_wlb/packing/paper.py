@@ -16,8 +16,8 @@ BACKLOG_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WlbPacking(Packing):
-    """Settings of `WlbPolicy`."""
+class PaperPacking(Packing):
+    """Settings of `PaperPolicy`."""
 
     name = "paper"
     help = (
@@ -29,7 +29,7 @@ class WlbPacking(Packing):
     outlier_thresholds: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, parameter: str) -> "WlbPacking":
+    def of(cls, parameter: str) -> "PaperPacking":
         return cls(outlier_thresholds=integers(parameter)) if parameter else cls()
 
     @property
@@ -45,12 +45,12 @@ class WlbPacking(Packing):
         if thresholds[0] < 1 or list(thresholds) != sorted(set(thresholds)):
             raise ValueError("give lengths of at least 1 in increasing order, such as paper:32768,65536")
 
-    def policy(self, job: Job) -> "WlbPolicy":
+    def policy(self, job: Job) -> "PaperPolicy":
         default = tuple(sorted({max(2, quarters * job.context_length // 4) for quarters in (2, 3)}))
-        return WlbPolicy(job, default if self.outlier_thresholds is None else self.outlier_thresholds)
+        return PaperPolicy(job, default if self.outlier_thresholds is None else self.outlier_thresholds)
 
 
-class WlbPolicy:
+class PaperPolicy:
     """Micro-batches of equal work and variable length up to S_max, whole documents.
 
     Queues are checked after every document, as Algorithm 1 is indented, so none grows beyond M documents. If documents
