@@ -70,6 +70,15 @@ def test_a_run_of_few_steps_or_none(packing):
     assert chosen(cp=2, packing=packing, data=data, first_sample=len(data)) == (8, {})
 
 
+def test_of_equal_times_the_least_delay_is_chosen(monkeypatch):
+    """A time within 1 % of the best is equal, and so are delays to a hundredth of a step: then the time decides."""
+    found = {8: (1.0, 0.5), 12: (1.009, 0.104), 16: (1.005, 0.101), 24: (1.008, 0.2), 32: (1.02, 0.0)}
+    monkeypatch.setattr(micro_batches, "_measured", lambda job, *data: found.get(job.num_micro_batches, (2.0, 0.0)))
+    assert chosen(pp=4, packing=DELAY)[0] == 16
+    found[32] = 1.01, 0.0
+    assert chosen(pp=4, packing=DELAY)[0] == 32
+
+
 def test_few_ranks_stand_for_many(monkeypatch):
     """What is predicted is that of a job with fewer ranks, which have as many micro-batches each."""
     seen = []

@@ -269,7 +269,7 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count, delay):
     assert (kept <= most).all() and (kept > most / (2 if delay else 3)).all()
     # Which is less than if all passes in flight had the longest micro-batch, wherever micro-batches are many.
     if vpp == 2:
-        assert most[0] < given.schedule().in_flight(0) * longest
+        assert most[0] < given.schedule().in_flight(0, np.ones(2)) * longest
 
 
 def test_the_peak_of_a_step_is_of_its_own_micro_batches():
@@ -286,7 +286,7 @@ def test_the_peak_of_a_step_is_of_its_own_micro_batches():
     assert running == token_bytes(before, 0)[1] + layer_bytes(overlapped)
     eight = np.full(8, 1000.0)
     assert step_peak_bytes(overlapped, 0, eight, alone * 2) == 1000 * (
-        overlapped.schedule(8).in_flight(0) * kept[0] + running
+        overlapped.schedule(8).in_flight(0, kept) + running
     )
     # At the loss, the last stage has what it sends: of as many micro-batches as stages, all recomputed.
     recomputed = replace(in_parallel(given, vpp=2), recompute=Recompute(granularity="full", num_layers=1))
