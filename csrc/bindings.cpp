@@ -58,9 +58,9 @@ T value(const py::handle& object, const char* name) {
 wlb::Kernel kernel_model(const py::handle& k) {
   const auto window = value<std::optional<int64_t>>(k, "window");
   const double hidden = window ? 0 : value<double>(k, "hidden");  // windows are not measured
-  return {value<int64_t>(k, "tile_rows"),  value<double>(k, "launch"), value<double>(k, "tile"),
-          value<double>(k, "query_tile"),  hidden,                     value<int64_t>(k, "heads"),
-          value<int64_t>(k, "parts"),      value<double>(k, "exchange"), window};
+  return {value<int64_t>(k, "tile_rows"), value<double>(k, "launch"),   value<double>(k, "tile"),
+          value<double>(k, "query_tile"), hidden,                       value<int64_t>(k, "heads"),
+          value<int64_t>(k, "parts"),     value<double>(k, "exchange"), window};
 }
 
 std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
@@ -68,7 +68,7 @@ std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
   const py::object exchange = c.attr("exchange");
   return wlb::RoundCosts{kernel_model(c.attr("forward")), kernel_model(c.attr("backward")),
                          value<double>(exchange, "latency"), value<double>(exchange, "arrive"),
-                         value<double>(exchange, "leave"), value<double>(exchange, "ahead"),
+                         value<double>(exchange, "leave"), value<double>(exchange, "prefetch"),
                          value<double>(c, "merge"), value<std::vector<std::vector<double>>>(c, "shares")};
 }
 

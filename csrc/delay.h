@@ -1,5 +1,5 @@
 // Which waiting documents run now, under a bound on their delay, decided by the time that the step would lose with
-// them. docs/packing.md numbers the steps; tests/reference/delay.py says the same in Python, to the bit, as for place.h.
+// them. docs/packing.md numbers the steps; tests/reference/delay.py says the same in Python, to the bit.
 #pragma once
 
 #include <cstdint>

@@ -47,7 +47,7 @@ class Player {
         rank.counts += costs.forward.count(0, length);
       }
     }
-    ahead_ = costs.ahead * static_cast<double>(tokens / static_cast<int64_t>(cp_size));
+    prefetch_ = costs.prefetch * static_cast<double>(tokens / static_cast<int64_t>(cp_size));
     std::sort(shared.begin(), shared.end(), [](const auto& a, const auto& b) {
       return a.first->segment.document < b.first->segment.document;
     });
@@ -177,7 +177,7 @@ class Player {
   double run_backward(const Times& own, const std::vector<Timed>& rounds) const {
     const auto again = [&](size_t i) { return i == rounds.size() ? 0 : rounds[i].arrive; };
     Times free(own.size());
-    double here = std::max(again(0) - ahead_, 0.0), channel = here, last = 0;
+    double here = std::max(again(0) - prefetch_, 0.0), channel = here, last = 0;
     for (size_t i = 0; i < rounds.size(); ++i) {
       double all_began = 0, all_free = 0;
       for (size_t r = 0; r < free.size(); ++r) {
@@ -196,7 +196,7 @@ class Player {
 
   const RoundCosts& costs_;
   size_t cp_size_;
-  double ahead_ = 0;
+  double prefetch_ = 0;
   int64_t moved_ = 0;           // rows of K and V through the busiest rank
   std::vector<Kernels> whole_;  // of documents that are whole on a rank
   std::vector<Load> shared_;    // of the others

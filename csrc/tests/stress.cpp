@@ -102,7 +102,8 @@ void stress_delay(Choices& choose) {
   const bool bounded = !wild && limits.max_delay_steps >= 2 * wlb::kForcedSteps;
   std::vector<wlb::Document> pool;
   const auto fill = [&](int64_t step) {
-    int64_t tokens_left = 4 * limits.batch_tokens, work_left = wlb::kMaxCost / (sizes.total_weight + sizes.largest_weight);
+    int64_t tokens_left = 4 * limits.batch_tokens;
+    int64_t work_left = wlb::kMaxCost / (sizes.total_weight + sizes.largest_weight);
     for (const wlb::Document& d : pool) tokens_left -= d.length, work_left -= d.work;
     const int64_t longest = wild ? sizes.max_tokens : window, half = (longest + 1) / 2;
     const auto [least, most] = choose.of<std::pair<int64_t, int64_t>>(

@@ -28,7 +28,7 @@ from megatron_wlb import files
 from megatron_wlb.adapter import conversations
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.documents import DOCUMENT
-from megatron_wlb.plan.dataset import check_index, doubts
+from megatron_wlb.plan.dataset import check_index, suspicious_layout
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, Windows
 from megatron_wlb.plan.step import digest_of
@@ -154,7 +154,7 @@ def check_files(args: Namespace) -> None:
     if not prefixes:
         raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...), or --mock-data")
     sizes = {prefix: check_index(prefix) for prefix in prefixes if "://" not in prefix}  # which upstream reads
-    for said in chain.from_iterable(map(doubts, sizes)) if args.rank == 0 else ():
+    for said in chain.from_iterable(map(suspicious_layout, sizes)) if args.rank == 0 else ():
         print(f"> wlb: WARNING: {said}", flush=True)
     splits = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split)) if blend is not None else ()
     for name, bounds in zip(SPLITS, splits, strict=False):

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_wlb import files
 from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import RunSettings
-from megatron_wlb.plan.dataset import doubts, read_lengths
+from megatron_wlb.plan.dataset import read_lengths, suspicious_layout
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, blended, windows
 
@@ -98,7 +98,7 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
             kept = int(begins[-1][-1])
         else:
             every = read_lengths(prefix)
-            remarks += doubts(prefix)
+            remarks += suspicious_layout(prefix)
             kept = round(training * len(every))
         found.append(np.array(every[:kept]))  # not mapped: of many datasets, that is as many open files
         if not found[-1].any():

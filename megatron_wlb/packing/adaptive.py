@@ -1,7 +1,7 @@
 """Adaptive packing (ours): micro-batches of variable length for the least time of a step.
 
-Algorithm 1 of the paper makes micro-batches of equal work. Here nothing but the step's time decides (`packing.place`).
-Every document runs in its own step; under a bound on its delay, it may wait (`packing.delay`).
+Algorithm 1 of the paper makes micro-batches of equal work. Here the step's time alone decides (`packing.place`). Every
+document runs in its own step; under a bound on its delay, it may wait (`packing.delay`).
 """
 
 import contextlib

@@ -12,7 +12,7 @@ from megatron_wlb.settings import integers
 LATE_STEPS = 30
 """A document that did not fit and arrived longer ago is placed before all others."""
 BACKLOG_STEPS = 2
-"""Samples wait once what did not fit would fill so many steps."""
+"""Samples wait once the documents that did not fit would fill so many steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class PaperPolicy:
 
     Queues are checked after every document, as Algorithm 1 is indented, so none grows beyond M documents. If documents
     fit badly, steps hold less than arrives, and the algorithm alone would let the rest grow for ever. So the samples
-    wait, and the latest come first; if steps hold what arrives, both do nothing.
+    wait, and the latest come first; if steps hold all that arrives, both do nothing.
     """
 
     def __init__(self, job: Job, thresholds: tuple[int, ...]) -> None:
@@ -64,7 +64,7 @@ class PaperPolicy:
         self._remained = np.empty(0, DOCUMENT)
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
-        """Pack step `step` from what waits and the step's own samples.
+        """Pack step `step` from waiting documents and the step's own samples.
 
         At the end of the data, outliers leave their queues, the longest first, up to one a micro-batch in a step.
         """

@@ -1,6 +1,6 @@
 """Places documents in a given number of micro-batches, for the least time of the slowest data-parallel rank.
 
-Nothing but the step's time decides, as 1F1B predicts it: data-parallel ranks should take equally long, and in a
+The step's time alone decides, as 1F1B predicts it: data-parallel ranks should take equally long, and in a
 pipeline the largest micro-batch should be small for the work of the step. `docs/packing.md` describes it;
 `csrc/place.cpp` has it.
 """
@@ -17,7 +17,7 @@ from megatron_wlb.pipeline.timeline import CostWeights, cost_weights
 
 
 class Sizes(NamedTuple):
-    """What documents are placed in, and the cost of a rank."""
+    """Micro-batches to fill, and the weights in the cost of a rank."""
 
     num_micro_batches: int
     ranks: int
@@ -45,7 +45,7 @@ def placed(documents: np.ndarray, job: Job, count: int, ranks: int | None = None
     ranks, lengths = job.parallel.dp if ranks is None else ranks, documents["length"]
     weights = cost_weights(job.schedule(count // ranks))
     # In groups longer than the pipeline, others fill the rounds in which the largest micro-batch is on its way, so it
-    # costs warm-up and cool-down alone. A delay, which can avoid such a micro-batch, counts all rounds.
+    # costs warm-up and cool-down alone.
     weights = weights._replace(largest=weights.unit // job.parallel.vpp * (job.parallel.pp - 1))
     given = sizes(job, count, ranks, weights)
     rows, bounds = _native.place_documents(lengths, job.work(lengths), given)

@@ -1,4 +1,4 @@
-"""What a run trains, sample by sample in Megatron's order: the pieces of documents in each, from arrays alone.
+"""The samples of a run in Megatron's order: the pieces of documents in each, from arrays alone.
 
 Megatron's GPTDataset concatenates shuffled documents to one stream of tokens, cuts it into windows of C tokens, and
 shuffles these; BlendedDataset draws windows from several. Three arrays of a dataset and two of a blend say all that.
@@ -63,9 +63,9 @@ class Windows:
         return rows[rows["length"] > 0]
 
     def misfit(self, documents: np.ndarray | None) -> str:
-        """Return what shows that the arrays are of another dataset than that of `lengths`, "" if nothing does.
+        """Return the evidence that the arrays belong to another dataset than `lengths`, or "".
 
-        `documents` are those of the split, ascending; None: unknown. All numbers are looked at, some at a time.
+        `documents` of the split are ascending; None: unknown. All numbers are checked, some at a time.
         """
         index, count, size = self.document_index, len(self.sample_index) - 1, self.context_length
         low, high = (0, len(self.lengths) - 1) if documents is None else (int(documents[0]), int(documents[-1]))
@@ -106,7 +106,7 @@ class Rows:
     """Samples that are rows of a file, each of some documents and at most C tokens: conversations."""
 
     rows: np.ndarray
-    """The rows in order; they begin anew after the last, int64 [rows of the split]."""
+    """The rows in order; they start over after the last, int64 [rows of the split]."""
     begins: np.ndarray
     """First document of each row of the file, int64 [rows of the file + 1]."""
     lengths: np.ndarray
@@ -118,7 +118,7 @@ class Rows:
         return self.num_samples
 
     def pieces(self, samples: np.ndarray) -> np.ndarray:
-        """See `Part`. What is over C tokens of a row is cut off, as upstream does."""
+        """See `Part`. A row is cut off after C tokens, as upstream does."""
         row = self.rows[samples % len(self.rows)]
         counts = self.begins[row + 1] - self.begins[row]
         sample, number = _within(counts)

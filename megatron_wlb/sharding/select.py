@@ -32,13 +32,13 @@ KEY_SPLITS = (  # without parts 9.0 and 15.8 %
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCosts:
-    """Which rounds a job tries, and what they cost."""
+    """The rounds that a job tries, and their costs."""
 
     forward: KernelModel
     backward: KernelModel
     exchange: ExchangeModel
     merge: float
-    """Us to add one tile of queries of a head to what other parts have: read twice and written once."""
+    """Us to add one tile of queries of a head to the result of other parts: read twice and written once."""
     shares: tuple[tuple[float, ...], ...]
 
 
@@ -105,7 +105,7 @@ def divide(
     rotates over them says which get one more, so every rank ends with the same number of tokens. (The paper, section
     5.1, deals the remainder out as single tokens, which would be fragments.) `paper` takes the better one of that
     paper's two (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first. With `costs`,
-    attention of what is chosen runs in rounds.
+    attention of the chosen one runs in rounds.
     """
     name, time, rows, bounds, shares = _native.choose_sharding(
         lengths, cp, STRATEGIES[strategy], MOST_SHARES, kernel, costs

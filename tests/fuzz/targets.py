@@ -20,7 +20,7 @@ from megatron_wlb.hardware import profile
 from megatron_wlb.packing import state
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.paper import PaperPacking
-from megatron_wlb.plan.dataset import check_index, doubts, read_index, read_lengths
+from megatron_wlb.plan.dataset import check_index, read_index, read_lengths, suspicious_layout
 from megatron_wlb.plan.packer import Packer
 from rehearsal.__main__ import task_of
 from rehearsal.allowed import of_log
@@ -64,7 +64,7 @@ def _index(data: bytes, folder: Path) -> None:
     lengths = read_lengths(str(folder / "data"))
     index = read_index(str(folder / "data"))
     check_index(str(folder / "data"))  # refuses nothing that is sound
-    doubts(str(folder / "data"))
+    suspicious_layout(str(folder / "data"))
     require(np.array_equal(lengths, index.lengths), "both readers see the same documents")
     require((lengths >= 0).all(), "no document has a negative length")
     for begin, count in zip(index.pointers.tolist(), lengths.tolist(), strict=True):

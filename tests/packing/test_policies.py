@@ -183,7 +183,7 @@ def test_a_policy_and_its_parameter_are_one_word():
         "paper:9,7": "--wlb-packing paper:9,7: give lengths of at least 1 in increasing order",
         "paper:7,7": "--wlb-packing paper:7,7: give lengths of at least 1 in increasing order",
         "paper:x": "--wlb-packing paper:x: 'x' must be integers, such as 32768,65536",
-        "adaptive:19": "--wlb-packing adaptive:19: give a delay from 20, half of which place what is late, to",
+        "adaptive:19": "--wlb-packing adaptive:19: give a delay from 20, half of which place late documents, to",
         "adaptive:-1": "--wlb-packing adaptive:-1: give a delay from 20",
         "adaptive:20,30": "--wlb-packing adaptive:20,30: '20,30' must be an integer",
     }.items():

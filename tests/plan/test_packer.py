@@ -148,7 +148,7 @@ def test_a_run_goes_on_with_another_global_batch_size(before, after):
     packer = jobs.packer(job(num_micro_batches=before, dp=4, pp=2, **sizes), drawn)
     for _ in range(20):
         packer.next()
-    resumed = packer.going_on(job(num_micro_batches=after, dp=4, pp=2, **sizes))
+    resumed = packer.with_job(job(num_micro_batches=after, dp=4, pp=2, **sizes))
     steps = [resumed.next() for _ in range(40)]
     assert [step.first for step in steps] == [20 * before + k * after for k in range(40)]
     trained = [step.batch.documents for step in steps]

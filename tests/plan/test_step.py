@@ -56,9 +56,11 @@ def test_a_plan_is_packed_placed_and_sharded(packing, experts):
         assert sorted(i for m in chain(*of_ranks) for i in m["index"]) == sorted(batch.documents["index"])
         work = np.array([[document_work(m["length"], 32).sum() for m in rank] for rank in of_ranks])
         tokens = np.array([[m["length"].sum() for m in rank] for rank in of_ranks])
-        paces = placement.paces(work, tokens * described.expert_crossover_tokens, described)
-        assert all(placement.order(pace, described).tolist() == [0, 1, 2, 3] for pace in paces), "the best comes first"
-        assert step_cost(batch, described) == placement.rank_cost(paces, described).max()
+        critical = placement.critical_work(work, tokens * described.expert_crossover_tokens, described)
+        assert all(placement.order(each, described).tolist() == [0, 1, 2, 3] for each in critical), (
+            "the best comes first"
+        )
+        assert step_cost(batch, described) == placement.rank_cost(critical, described).max()
         for plan, row in zip(plans, shard_step(described, packed.batch.lengths, packed.batch.ranks), strict=True):
             assert [m.shards.lengths.tolist() for m in plan.micro_batches] == [s.lengths.tolist() for s in row]
 
@@ -212,7 +214,7 @@ def test_what_ranks_do_otherwise_is_in_their_digest(monkeypatch):
     described, shard = job(cp=2, num_micro_batches=4), select.shard
     before = plan_step(packer_of(described), described)
     for module, name, other in (
-        (placement, "order", lambda pace, job: np.arange(len(pace))[::-1]),
+        (placement, "order", lambda work, job: np.arange(len(work))[::-1]),
         (select, "shard", lambda lengths, job: shard(lengths, job.sharded(cp_sharding="per-document"))),
     ):
         with monkeypatch.context() as patch:

@@ -64,8 +64,8 @@ def test_in_a_window_all_that_is_exchanged_moves_at_once(case, window):
     whole, shared = np.moveaxis(np.array(counts), 0, -1)
     own, during = ([k.time(*part) for k in (costs.forward, costs.backward)] for part in (whole, shared))
     moved = costs.exchange.times(np.array([float(moved_rows(plan, window).max())]))
-    ahead = costs.exchange.ahead * (int(plan.lengths.sum()) // cp)
-    ends = round_times(own, [each[None] for each in during], moved, ahead=ahead)
+    prefetch = costs.exchange.prefetch * (int(plan.lengths.sum()) // cp)
+    ends = round_times(own, [each[None] for each in during], moved, prefetch=prefetch)
     busy, added = attention_times(plan, given_job, window)
     for one, other, more, end, kernels in zip(own, during, added, ends, busy, strict=True):
         np.testing.assert_array_equal(kernels, one + other)
