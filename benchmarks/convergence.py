@@ -41,8 +41,8 @@ from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS, ModelShape, shape
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples, Windows, windows
 from megatron_wlb.runtime.attention import AttentionOptions
@@ -110,9 +110,9 @@ QUICK = replace(
 
 
 PACKINGS: dict[str, Packing] = {
-    BASELINE: OriginalPacking(),
-    CONTROL: OriginalPacking(),
-    "wlb": WlbPacking(),
+    BASELINE: MegatronPacking(),
+    CONTROL: MegatronPacking(),
+    "wlb": PaperPacking(),
     "delay": AdaptivePacking(max_delay_steps=30),
     "fixed-8": FixedPacking(global_batches=8),
 }

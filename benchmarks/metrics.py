@@ -9,7 +9,7 @@ from benchmarks.results import Row
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.plan.metrics import delays, imbalance
-from megatron_wlb.simulate.step import SimulatedStep, alike_time
+from megatron_wlb.simulate.step import SimulatedStep, even_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,4 +66,4 @@ def balanced_time(step: SimulatedStep) -> float:
             for d, time in enumerate((p.forward, p.backward))
         )
         balanced.append(replace(p, forward=forward, backward=backward))
-    return alike_time(step.job, balanced) + step.gradients + step.optimizer + step.parameters
+    return even_time(step.job, balanced) + step.gradients + step.optimizer + step.parameters

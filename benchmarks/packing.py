@@ -25,8 +25,8 @@ from benchmarks.results import Row, at_most
 from megatron_wlb import _native
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import plan_packed
 
@@ -40,11 +40,11 @@ MOST_MS = {"core, N=4": 0.5, "core, N=2048": 50, "planning, N=16": 3, "planning,
 
 def policies() -> dict[str, Packing]:
     """Every policy that runs on all settings, by label."""
-    every: dict[str, Packing] = {"original": OriginalPacking()}
+    every: dict[str, Packing] = {"original": MegatronPacking()}
     every |= {f"fixed, {k} global batches": FixedPacking(global_batches=k) for k in (1, 2, 4, 8)}
     for tuning in TUNINGS:
         label = f"Algorithm 1, {'/'.join(f'{share:g}' for share in tuning)}"
-        every[label] = WlbPacking(outlier_thresholds=tuple(round(share * WINDOW) for share in tuning))
+        every[label] = PaperPacking(outlier_thresholds=tuple(round(share * WINDOW) for share in tuning))
     return every | {"adaptive": AdaptivePacking(), DELAY: AdaptivePacking(max_delay_steps=30)}
 
 
@@ -85,17 +85,17 @@ def timings(quick: bool) -> list[Row]:
 
 
 def step_times(lengths: np.ndarray, job: Job, steps: int) -> tuple[list[float], list[float]]:
-    """CPU seconds of planning a step on one rank, and of the choice and placement of documents alone."""
+    """CPU seconds of planning a step on one rank, and of the placement of documents alone."""
     packs = Packer(samples(lengths, WINDOW, shuffle=True), job)
-    whole, times, choose = [], [], _native.choose_adaptive
+    whole, times, place = [], [], _native.place_documents
 
-    def stopped(*arguments: Any, **sizes: Any) -> Any:
+    def stopped(*arguments: Any) -> Any:
         begin = time.process_time()
-        chosen = choose(*arguments, **sizes)
+        placed = place(*arguments)
         times.append(time.process_time() - begin)
-        return chosen
+        return placed
 
-    with patch.object(_native, "choose_adaptive", stopped):
+    with patch.object(_native, "place_documents", stopped):
         for _ in range(steps):
             begin = time.process_time()
             plan_packed(packs.next(), job, 0)

@@ -20,8 +20,8 @@ from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import shape
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import without_wlb
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.megatron import without_wlb
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.passes import crossover
 from megatron_wlb.simulate.step import simulate_step
@@ -40,7 +40,7 @@ EXPERTS = {
 def jobs(quick: bool) -> list[Row]:
     rows, profile = [], load_profile(DEFAULT_PROFILE)
     layouts = list(itertools.product((2, 4, 8), (1, 2), (1, 4)))
-    policies = {"adaptive": AdaptivePacking(), "Algorithm 1, default": WlbPacking()}
+    policies = {"adaptive": AdaptivePacking(), "Algorithm 1, default": PaperPacking()}
     for (name, model), (policy, packing) in itertools.product(EXPERTS.items(), policies.items()):
         for dp, cp, pp in layouts[:2] if quick else layouts:
             parallel = Parallel(tp=max(1, EP // (dp * cp)), cp=cp, dp=dp, pp=pp, ep=EP, etp=1)

@@ -40,8 +40,8 @@ from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import without_wlb
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.megatron import without_wlb
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan.micro_batches import predictions, recomputed
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
@@ -165,7 +165,7 @@ def schemes(case: Case, data: Samples) -> Iterator[tuple[str, Job]]:
     ours = job_of(case)
     yield RING, without_wlb(ours)
     yield ACROSS, without_wlb(ours, cp_sharding="per-sequence")
-    yield "paper", replace(without_wlb(ours, cp_sharding="paper"), cp_exchange="all", packing=WlbPacking())
+    yield "paper", replace(without_wlb(ours, cp_sharding="paper"), cp_exchange="all", packing=PaperPacking())
     yield "ours, M = N", ours
     best = auto()
     yield OURS, best

@@ -11,8 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "adaptive.h"
+#include "delay.h"
 #include "pipeline.h"
+#include "place.h"
 #include "sharding.h"
 
 namespace py = pybind11;
@@ -55,9 +56,11 @@ T value(const py::handle& object, const char* name) {
 }
 
 wlb::Kernel kernel_model(const py::handle& k) {
-  return {value<int64_t>(k, "tile_rows"), value<double>(k, "launch"), value<double>(k, "tile"),
-          value<double>(k, "query_tile"), value<double>(k, "hidden"), value<int64_t>(k, "heads"),
-          value<int64_t>(k, "parts"),     value<double>(k, "exchange")};
+  const auto window = value<std::optional<int64_t>>(k, "window");
+  const double hidden = window ? 0 : value<double>(k, "hidden");  // windows are not measured
+  return {value<int64_t>(k, "tile_rows"), value<double>(k, "launch"),   value<double>(k, "tile"),
+          value<double>(k, "query_tile"), hidden,                       value<int64_t>(k, "heads"),
+          value<int64_t>(k, "parts"),     value<double>(k, "exchange"), window};
 }
 
 std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
@@ -65,23 +68,41 @@ std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
   const py::object exchange = c.attr("exchange");
   return wlb::RoundCosts{kernel_model(c.attr("forward")), kernel_model(c.attr("backward")),
                          value<double>(exchange, "latency"), value<double>(exchange, "arrive"),
-                         value<double>(exchange, "leave"), value<double>(exchange, "ahead"),
+                         value<double>(exchange, "leave"), value<double>(exchange, "prefetch"),
                          value<double>(c, "merge"), value<std::vector<std::vector<double>>>(c, "shares")};
 }
 
-auto choose_adaptive(const py::array& length, const py::array& work, const py::array& arrival, int64_t step,
-                     int64_t credit, int64_t num_micro_batches, int64_t ranks, int64_t total_weight,
-                     int64_t largest_weight, int64_t unit_weight, int64_t max_tokens, int64_t batch_tokens,
-                     int64_t crossover_tokens, int64_t max_delay_steps) {
+wlb::Sizes sizes_of(const py::handle& s) {
+  return {value<int64_t>(s, "num_micro_batches"), value<int64_t>(s, "ranks"), value<int64_t>(s, "total_weight"),
+          value<int64_t>(s, "largest_weight"), value<int64_t>(s, "max_tokens")};
+}
+
+wlb::Limits limits_of(const py::handle& l) {
+  return {value<int64_t>(l, "unit_weight"), value<int64_t>(l, "batch_tokens"), value<int64_t>(l, "crossover_tokens"),
+          value<int64_t>(l, "max_delay_steps")};
+}
+
+// (rows by micro-batch, bounds of micro-batches)
+auto place_documents(const py::array& length, const py::array& work, const py::object& sizes) {
+  const auto lengths = int64s(length, "length", length), works = int64s(work, "work", length);
+  std::vector<wlb::Document> documents(lengths.size());
+  for (size_t k = 0; k < documents.size(); ++k) documents[k] = {static_cast<int64_t>(k), lengths[k], works[k], 0};
+  const wlb::Packed packed = without_gil([&, each = sizes_of(sizes)] {
+    wlb::check_documents(documents, each);
+    return wlb::place_documents(wlb::by_length(documents), each);
+  });
+  return std::make_tuple(array(packed.rows), array(packed.bounds));
+}
+
+auto release_documents(const py::array& length, const py::array& work, const py::array& arrival, int64_t step,
+                       int64_t credit, const py::object& sizes, const py::object& limits) {
   const auto lengths = int64s(length, "length", length), works = int64s(work, "work", length),
              arrivals = int64s(arrival, "arrival", length);
   std::vector<wlb::Document> waiting(lengths.size());
   for (size_t k = 0; k < waiting.size(); ++k)
     waiting[k] = {static_cast<int64_t>(k), lengths[k], works[k], arrivals[k]};
-  const wlb::Packed packed = without_gil([&] {
-    return wlb::choose_adaptive(waiting, step, credit,
-                                {num_micro_batches, ranks, total_weight, largest_weight, unit_weight, max_tokens,
-                                 batch_tokens, crossover_tokens, max_delay_steps});
+  const wlb::Packed packed = without_gil([&, each = sizes_of(sizes), within = limits_of(limits)] {
+    return wlb::release_documents(waiting, step, credit, each, within);
   });
   return std::make_tuple(array(packed.rows), array(packed.bounds));
 }
@@ -100,7 +121,7 @@ py::tuple choose_sharding(const py::array& length, int64_t cp_size, const std::v
 
 // SEGMENT rows of all calls, rank by rank, where each call begins, and the plan's shares.
 py::tuple attention_times(const Array<int64_t>& segments, const std::vector<size_t>& bounds, size_t cp_size,
-                          const std::vector<double>& shares, const py::object& costs) {
+                          const std::vector<double>& shares, const py::object& costs, std::optional<int64_t> moved) {
   const std::optional<wlb::RoundCosts> round_costs_of = round_costs(costs);
   const size_t count = static_cast<size_t>(segments.size()) / 3;
   if (!round_costs_of || !cp_size || bounds.size() < 2 || (bounds.size() - 1) % cp_size || bounds.back() != count)
@@ -117,7 +138,7 @@ py::tuple attention_times(const Array<int64_t>& segments, const std::vector<size
     std::sort(pieces.begin(), pieces.end(), [](const wlb::Piece& a, const wlb::Piece& b) {
       return std::pair(a.segment.document, a.segment.start) < std::pair(b.segment.document, b.segment.start);
     });
-    return wlb::attention_times(pieces, cp_size, shares, *round_costs_of);
+    return wlb::attention_times(pieces, cp_size, shares, *round_costs_of, moved);
   });
   return py::make_tuple(array(times.forward), array(times.backward), times.forward_end, times.backward_end);
 }
@@ -149,20 +170,16 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "The cores of planning; the Python functions that call them document them.";
   module.attr("MAX_TOKENS") = wlb::kMaxTokens;
   module.attr("FORCED_STEPS") = wlb::kForcedSteps;
-  module.attr("FLUID_SHARE") = wlb::kFluidShare;
-  module.attr("EVEN") = wlb::kEven;
-  module.attr("WAIT_PRICE") = wlb::kWaitPrice;
+  module.attr("FILLER_SHARE") = wlb::kFillerShare;
   module.attr("TOKEN_BAND") = wlb::kTokenBand;
   module.attr("TOKEN_REPAY") = wlb::kTokenRepay;
-  module.attr("FULL") = wlb::kFull;
-  module.attr("EXCHANGES") = wlb::kExchanges;
-  module.attr("LIGHTEST") = wlb::kLightest;
-  module.def("choose_adaptive", &choose_adaptive, "length"_a, "work"_a, "arrival"_a, "step"_a, "credit"_a,
-             "num_micro_batches"_a, "ranks"_a, "total_weight"_a, "largest_weight"_a, "unit_weight"_a, "max_tokens"_a,
-             "batch_tokens"_a, "crossover_tokens"_a, "max_delay_steps"_a);
+  module.def("place_documents", &place_documents, "length"_a, "work"_a, "sizes"_a);
+  module.def("release_documents", &release_documents, "length"_a, "work"_a, "arrival"_a, "step"_a, "credit"_a,
+             "sizes"_a, "limits"_a);
   module.def("choose_sharding", &choose_sharding, "length"_a, "cp_size"_a, "strategies"_a, "most_shares"_a, "kernel"_a,
              "costs"_a);
-  module.def("attention_times", &attention_times, "segments"_a, "bounds"_a, "cp_size"_a, "shares"_a, "costs"_a);
+  module.def("attention_times", &attention_times, "segments"_a, "bounds"_a, "cp_size"_a, "shares"_a, "costs"_a,
+             "moved"_a);
   module.def("makespans", &makespans<double>, "first"_a, "second"_a, "end"_a, "time"_a, "num_slots"_a,
              py::arg("work").noconvert());
   module.def("makespans", &makespans<int64_t>, "first"_a, "second"_a, "end"_a, "time"_a, "num_slots"_a,

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace wlb {
@@ -31,6 +32,7 @@ struct Kernel {
   double launch, tile, query_tile, hidden;
   int64_t heads, parts;
   double exchange;  // price of a row that is moved
+  std::optional<int64_t> window = {};  // keys that a query sees before its own
   int tile_bits = bits(tile_rows);
 
   // Query tile j (j = 0, 1, ...) ends at row start + (j + 1) * tile_rows and sees ceil(that / tile_rows) key tiles.
@@ -38,7 +40,13 @@ struct Kernel {
     const int64_t mask = tile_rows - 1, rows = stop - start, full = rows >> tile_bits;
     const int64_t first = (start + tile_rows + mask) >> tile_bits;
     const bool partial = (rows & mask) > 0;
-    return {full * first + full * (full - 1) / 2 + (partial ? (stop + mask) >> tile_bits : 0), full + partial};
+    Counts counts{full * first + full * (full - 1) / 2 + (partial ? (stop + mask) >> tile_bits : 0), full + partial};
+    if (!window) return counts;
+    // It does not see the tiles before the first key of its first query: skipped + j of them, where that is over 0.
+    const int64_t skipped = (start - *window) >> tile_bits;
+    const int64_t tiles = std::max<int64_t>(0, counts.query_tiles + std::min<int64_t>(0, skipped));
+    counts.tiles -= tiles * std::max<int64_t>(0, skipped) + tiles * (tiles - 1) / 2;
+    return counts;
   }
 
   int64_t hidden_tiles(int64_t start, int64_t stop) const {

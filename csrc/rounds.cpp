@@ -30,7 +30,7 @@ struct Timed {
 
 class Player {
  public:
-  Player(const std::vector<Piece>& pieces, size_t cp_size, const RoundCosts& costs)
+  Player(const std::vector<Piece>& pieces, size_t cp_size, const RoundCosts& costs, std::optional<int64_t> moved = {})
       : costs_(costs), cp_size_(cp_size), whole_(cp_size), shared_(cp_size) {
     const Piece* const last = pieces.data() + pieces.size();
     int64_t tokens = 0;
@@ -47,11 +47,13 @@ class Player {
         rank.counts += costs.forward.count(0, length);
       }
     }
-    ahead_ = costs.ahead * static_cast<double>(tokens / static_cast<int64_t>(cp_size));
+    prefetch_ = costs.prefetch * static_cast<double>(tokens / static_cast<int64_t>(cp_size));
     std::sort(shared.begin(), shared.end(), [](const auto& a, const auto& b) {
       return a.first->segment.document < b.first->segment.document;
     });
     for (const auto& [begin, end] : shared) add(begin, end);
+    for (const Load& load : shared_) moved_ = std::max({moved_, load.in, load.out});
+    moved_ = moved.value_or(moved_);
   }
 
   AttentionTimes play(const std::vector<double>& shares) const {
@@ -143,9 +145,7 @@ class Player {
 
   // `share`: of the rows that travel; `merge`: time to add a query tile to what other parts have.
   Timed timed(const std::vector<Kernels>& kernels, double share, double merge) const {
-    int64_t most = 0;
-    for (const Load& load : shared_) most = std::max({most, load.in, load.out});
-    const double rows = share * static_cast<double>(most);
+    const double rows = share * static_cast<double>(moved_);
     const auto time = [&](double each) { return rows > 0 ? costs_.latency + rows * each : 0; };
     Timed timed{Times(cp_size_), Times(cp_size_), time(costs_.arrive), time(costs_.leave)};
     for (size_t r = 0; r < cp_size_; ++r) {
@@ -177,7 +177,7 @@ class Player {
   double run_backward(const Times& own, const std::vector<Timed>& rounds) const {
     const auto again = [&](size_t i) { return i == rounds.size() ? 0 : rounds[i].arrive; };
     Times free(own.size());
-    double here = std::max(again(0) - ahead_, 0.0), channel = here, last = 0;
+    double here = std::max(again(0) - prefetch_, 0.0), channel = here, last = 0;
     for (size_t i = 0; i < rounds.size(); ++i) {
       double all_began = 0, all_free = 0;
       for (size_t r = 0; r < free.size(); ++r) {
@@ -196,7 +196,8 @@ class Player {
 
   const RoundCosts& costs_;
   size_t cp_size_;
-  double ahead_ = 0;
+  double prefetch_ = 0;
+  int64_t moved_ = 0;           // rows of K and V through the busiest rank
   std::vector<Kernels> whole_;  // of documents that are whole on a rank
   std::vector<Load> shared_;    // of the others
   std::vector<Row> rows_;       // of the others, in the order of calls
@@ -217,9 +218,9 @@ Rounds in_rounds(const std::vector<Piece>& pieces, size_t cp_size, const RoundCo
 }
 
 AttentionTimes attention_times(const std::vector<Piece>& pieces, size_t cp_size, const std::vector<double>& shares,
-                               const RoundCosts& costs) {
+                               const RoundCosts& costs, std::optional<int64_t> moved) {
   check(costs);
-  return Player(pieces, cp_size, costs).play(shares);
+  return Player(pieces, cp_size, costs, moved).play(shares);
 }
 
 }  // namespace wlb

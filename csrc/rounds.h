@@ -15,7 +15,7 @@ namespace wlb {
 // `RoundCosts` of megatron_wlb/sharding/select.py and its `ExchangeModel`.
 struct RoundCosts {
   Kernel forward, backward;
-  double latency, arrive, leave, ahead, merge;
+  double latency, arrive, leave, prefetch, merge;
   std::vector<std::vector<double>> shares;
 };
 
@@ -37,8 +37,9 @@ struct AttentionTimes {
   double forward_end, backward_end;
 };
 
-// What attention takes by `Rounds::shares`. Pieces as in `in_rounds`.
+// What attention takes by `Rounds::shares`. Pieces as in `in_rounds`. `moved`: rows of K and V through the busiest
+// rank, where a window needs fewer than all.
 AttentionTimes attention_times(const std::vector<Piece>& pieces, size_t cp_size, const std::vector<double>& shares,
-                               const RoundCosts& costs);
+                               const RoundCosts& costs, std::optional<int64_t> moved);
 
 }  // namespace wlb

@@ -4,7 +4,7 @@ What a training loop of one's own needs has its name here; `examples/` shows how
 """
 
 try:
-    from megatron_wlb._native import choose_adaptive, choose_sharding, makespans, node_ends, place  # noqa: F401
+    from megatron_wlb._native import choose_sharding, makespans, node_ends, place, place_documents  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"megatron_wlb plans in C++, and that is missing, of another version or for another machine ({error}); "

@@ -4,34 +4,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_wlb.hardware.profile import KernelModel
+from megatron_wlb.packing.delay import Limits
+from megatron_wlb.packing.place import Sizes
 from megatron_wlb.sharding.select import RoundCosts
 
 MAX_TOKENS: int
 FORCED_STEPS: int
-FLUID_SHARE: int
-EVEN: float
-WAIT_PRICE: float
+FILLER_SHARE: int
 TOKEN_BAND: float
 TOKEN_REPAY: float
-FULL: float
-EXCHANGES: int
-LIGHTEST: int
 
-def choose_adaptive(
+def place_documents(
+    length: np.ndarray, work: np.ndarray, sizes: Sizes
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def release_documents(
     length: np.ndarray,
     work: np.ndarray,
     arrival: np.ndarray,
     step: int,
     credit: int,
-    num_micro_batches: int,
-    ranks: int,
-    total_weight: int,
-    largest_weight: int,
-    unit_weight: int,
-    max_tokens: int,
-    batch_tokens: int,
-    crossover_tokens: int,
-    max_delay_steps: int,
+    sizes: Sizes,
+    limits: Limits,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def choose_sharding(
     length: np.ndarray,
@@ -47,6 +40,7 @@ def attention_times(
     cp_size: int,
     shares: Sequence[float],
     costs: RoundCosts,
+    moved: int | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float, float]: ...
 def makespans[Time: (np.float64, np.int64)](
     first: NDArray[np.int32],

@@ -65,8 +65,8 @@ class Draw(Protocol):
         """The data is at its end: what waits must be packed now."""
 
     @property
-    def ahead(self) -> int:
-        """Tokens taken so far beyond the beginning of this step's own samples."""
+    def early_tokens(self) -> int:
+        """Tokens drawn so far beyond the beginning of this step's own samples."""
 
     def more(self, tokens: int) -> np.ndarray:
         """The next DOCUMENT rows, whole samples of at least `tokens` tokens in all unless the data ends."""

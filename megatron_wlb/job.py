@@ -194,6 +194,10 @@ class Packing:
         """Whether documents may run in a later step than Megatron's."""
         return False
 
+    def delayed(self, steps: int) -> "Packing | None":
+        """Return this policy where documents may wait so many steps; None: they may already, or never may."""
+        return None
+
     def most_step_tokens(self, job: "Job") -> int | None:
         """Most tokens that a step holds, whatever S_max is; None: as many as fit."""
         return job.batch_tokens if self.fixed_length else None
@@ -223,8 +227,6 @@ class Job:
     sharding: Sharding = Sharding()
     reorder: bool = True
     """Place and order micro-batches by work. False keeps the order of packing, as Megatron does."""
-    whole_documents: bool = False
-    """A step trains whole documents, so that its tokens vary (`--wlb-documents whole`)."""
     cp_exchange: Annotated[str, Meta(pattern=r"\A(shared|latents|all|ring)\Z")] = "shared"
     """Which K and V context-parallel ranks exchange. shared: needed rows of documents on several ranks, in rounds.
     latents: the same rows as latents, before attention. all: all documents by one all-gather, as in the paper. ring:
@@ -321,11 +323,6 @@ class Job:
             raise ValueError(
                 f"{count} micro-batches for {self.global_batch_size} windows a step: those of {self.packing.name} "
                 "packing are one window long; give as many"
-            )
-        if self.packing.fixed_length and self.whole_documents:
-            raise ValueError(
-                f"whole documents (--wlb-documents) do not fit the windows of {self.packing.name} packing; choose "
-                "adaptive or paper"
             )
 
     @property

@@ -45,10 +45,9 @@ def samples(
     context_length: int = 64,
     seed: int | None = 1,
     num_samples: int | None = None,
-    whole: bool = False,
 ) -> Samples:
     """One epoch of documents of these lengths, or `num_samples` at least; several datasets are blended by size."""
-    how = {"seed": seed, "num_samples": num_samples, "whole": whole}
+    how = {"seed": seed, "num_samples": num_samples}
     parts = [windows(np.asarray(each, np.int64), context_length, **how) for each in datasets]
     sizes = [len(part) for part in parts]
     blend = blended(parts, sizes, sum(sizes)) if len(parts) > 1 else None
@@ -57,4 +56,4 @@ def samples(
 
 def packer(job: Job, *datasets: Sequence[int] | np.ndarray, **how: Any) -> Packer:
     """A packer of documents of these lengths; `how` is for `samples`."""
-    return Packer(samples(*datasets, context_length=job.context_length, whole=job.whole_documents, **how), job)
+    return Packer(samples(*datasets, context_length=job.context_length, **how), job)

@@ -13,7 +13,7 @@ from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import Versions, load_profile
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
 from megatron_wlb.packing import POLICIES
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.settings import Settings, flag_with_value, integers, setting
 from megatron_wlb.simulate.memory import peak_bytes
@@ -85,7 +85,7 @@ def test_s_max_that_memory_limits():
 
 
 def test_groups_are_short_where_memory_is_tight():
-    sizes = {"num_micro_batches": 8, "global_batch_size": 8, "pp": 4, "vpp": 2, "packing": WlbPacking()}
+    sizes = {"num_micro_batches": 8, "global_batch_size": 8, "pp": 4, "vpp": 2, "packing": PaperPacking()}
     free = job(**sizes)
     short = replace(free, parallel=replace(free.parallel, group_size=4))
     most, least = (max(peak_bytes(each, stage) for stage in range(4)) for each in (free, short))

@@ -41,7 +41,7 @@ from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.hardware.network import Collective
 from megatron_wlb.hardware.profile import gpu_of, load_profile
 from megatron_wlb.job import Job
-from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import Passes, pass_times
 from megatron_wlb.simulate.step import simulate_step, step_of

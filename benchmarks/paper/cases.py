@@ -17,7 +17,7 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel, Sharding
 from megatron_wlb.model import MODELS
-from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
 
@@ -65,7 +65,7 @@ def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, 
         context_length=kilo_tokens << 10,
         global_batch_size=pp * dp,  # the paper's global batch
         max_tokens=round(S_MAX * (kilo_tokens << 10)),
-        packing=OriginalPacking(),
+        packing=MegatronPacking(),
         sharding=Sharding(cp_sharding="per-sequence"),
         profile=PROFILE,
         reorder=False,

@@ -19,8 +19,8 @@ from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.sharding.select import shard
@@ -53,7 +53,7 @@ class Scheme:
         return replace(changed, cp_exchange="shared") if self.our_exchange else changed
 
 
-PLAIN = Scheme(packing=OriginalPacking(), sharding="per-sequence")
+PLAIN = Scheme(packing=MegatronPacking(), sharding="per-sequence")
 FIXED = {s: Scheme(packing=FixedPacking(global_batches=1), sharding=s) for s in ("per-sequence", "per-document")}
 """Fixed-4D takes the faster of the two in every case."""
 WLB = Scheme(packing=None, sharding="paper")
@@ -77,9 +77,9 @@ def documents(window: int, seed: int) -> np.ndarray:
     return f2(400_000, seed, window)
 
 
-def algorithm_1(case: Case, shares: Sequence[float]) -> WlbPacking:
+def algorithm_1(case: Case, shares: Sequence[float]) -> PaperPacking:
     """Algorithm 1 with thresholds in shares of the window."""
-    return WlbPacking(outlier_thresholds=tuple(round(s * case.window) for s in shares))
+    return PaperPacking(outlier_thresholds=tuple(round(s * case.window) for s in shares))
 
 
 def pack(case: Case, scheme: Scheme, steps: int, seed: int = 0) -> list[PackedStep]:

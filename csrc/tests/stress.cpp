@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "../adaptive.h"
+#include "../delay.h"
 #include "../pipeline.h"
 #include "../sharding.h"
 
@@ -30,7 +30,6 @@ namespace {
 using Int64s = std::vector<int64_t>;
 
 constexpr int64_t kLowest = std::numeric_limits<int64_t>::min(), kHighest = std::numeric_limits<int64_t>::max();
-constexpr int64_t kMaxCost = int64_t{1} << 62;
 
 thread_local std::string round_name = "input of the fuzzer";
 
@@ -88,22 +87,23 @@ class Choices {
   bool fuzzed_ = false;
 };
 
-// Steps of adaptive packing, as the policy takes them, or of any documents and steps (wild).
-void stress_adaptive(Choices& choose) {
+// Steps with a delay, as the policy takes them, or of any documents and steps (wild).
+void stress_delay(Choices& choose) {
   const bool wild = choose.one_in(4);
   const int64_t window = choose.of<int64_t>({1, 2, 8, 64, 200, 512, int64_t{1} << 25});
   const int64_t n = choose.of<int64_t>({1, 2, 3, 4, 9, 33}), windows = choose.of<int64_t>({n, 1, 2 * n});
   const int64_t room = window * choose.of<int64_t>({100, 110, 125, 200}) / 100 * std::max<int64_t>(1, windows / n);
   const int64_t ranks = choose.of<int64_t>({1, n, n % 3 ? 1 : n / 3}), largest = choose.of<int64_t>({0, 1, 6, 40});
   const int64_t crossover = choose.of<int64_t>({1, 50, int64_t{1} << 35}), delay = choose.between(11, 35);
-  wlb::Sizes sizes{n, ranks, choose.between(1, 24), largest, choose.between(1, 24), std::min(room, wlb::kMaxTokens),
-                   windows * window, crossover, delay};
+  wlb::Sizes sizes{n, ranks, choose.between(1, 24), largest, std::min(room, wlb::kMaxTokens)};
+  wlb::Limits limits{choose.between(1, 24), windows * window, crossover, delay};
   // From twice as many on, what is forced while a forced document waits was known when that became forced: at most
   // four global batches and a window. Forced steps are half full at least, so so many of them run it all.
-  const bool bounded = !wild && sizes.max_delay_steps >= 2 * wlb::kForcedSteps;
+  const bool bounded = !wild && limits.max_delay_steps >= 2 * wlb::kForcedSteps;
   std::vector<wlb::Document> pool;
   const auto fill = [&](int64_t step) {
-    int64_t tokens_left = 4 * sizes.batch_tokens, work_left = kMaxCost / (sizes.total_weight + sizes.largest_weight);
+    int64_t tokens_left = 4 * limits.batch_tokens;
+    int64_t work_left = wlb::kMaxCost / (sizes.total_weight + sizes.largest_weight);
     for (const wlb::Document& d : pool) tokens_left -= d.length, work_left -= d.work;
     const int64_t longest = wild ? sizes.max_tokens : window, half = (longest + 1) / 2;
     const auto [least, most] = choose.of<std::pair<int64_t, int64_t>>(
@@ -111,21 +111,21 @@ void stress_adaptive(Choices& choose) {
     const int64_t per_token = choose.of<int64_t>({-1, -1, 0, wlb::kMaxWorkPerToken});
     for (int64_t k = choose.between(0, 250); k > 0; --k) {
       const int64_t length = choose.one_in(20) ? longest : choose.between(least, most);
-      const int64_t work = length * (per_token < 0 ? length + sizes.crossover_tokens : per_token);
+      const int64_t work = length * (per_token < 0 ? length + limits.crossover_tokens : per_token);
       if ((!wild && tokens_left <= 0) || work > work_left) break;
       tokens_left -= length, work_left -= work;
-      pool.push_back({static_cast<int64_t>(pool.size()), length, work, wild ? choose.between(0, kMaxCost) : step});
+      pool.push_back({static_cast<int64_t>(pool.size()), length, work, wild ? choose.between(0, wlb::kMaxCost) : step});
     }
   };
   int64_t step = choose.between(0, wild ? int64_t{1} << 61 : 50), data_ends = step + choose.between(1, 30);
   for (; step < data_ends || (bounded && !pool.empty()); ++step) {
-    require(step <= data_ends + sizes.max_delay_steps, "at the end of the data all run within the bound");
+    require(step <= data_ends + limits.max_delay_steps, "at the end of the data all run within the bound");
     if (step < data_ends) fill(step);
     int64_t credit = choose.of<int64_t>({0, 1, -1, kLowest, kHighest, choose.between(-window, window)});
-    const auto call = [&] { return wlb::choose_adaptive(pool, step, credit, sizes); };
+    const auto call = [&] { return wlb::release_documents(pool, step, credit, sizes, limits); };
     std::vector<int64_t*> numbers{&step, &credit, &sizes.num_micro_batches, &sizes.ranks, &sizes.total_weight,
-                                  &sizes.largest_weight, &sizes.unit_weight, &sizes.max_tokens, &sizes.batch_tokens,
-                                  &sizes.crossover_tokens, &sizes.max_delay_steps};
+                                  &sizes.largest_weight, &sizes.max_tokens, &limits.unit_weight, &limits.batch_tokens,
+                                  &limits.crossover_tokens, &limits.max_delay_steps};
     if (!pool.empty()) numbers.insert(numbers.end(), {&pool[0].length, &pool[0].work, &pool.back().arrival});
     if (choose.one_in(6)) choose.spoil(numbers, call);
     const wlb::Packed packed = call();
@@ -141,7 +141,7 @@ void stress_adaptive(Choices& choose) {
     }
     for (wlb::Document& d : std::exchange(pool, {})) {
       if (ran[static_cast<size_t>(d.row)]) continue;
-      require(!bounded || step - d.arrival < sizes.max_delay_steps, "no document waits beyond the bound on its delay");
+      require(!bounded || step - d.arrival < limits.max_delay_steps, "no document waits beyond the bound on its delay");
       d.row = static_cast<int64_t>(pool.size());
       pool.push_back(d);
     }
@@ -225,7 +225,7 @@ void stress_pipeline(Choices& choose) {
 
 void stress(Choices& choose) {
   const int64_t which = choose.between(0, 3);
-  (which == 0 ? stress_pipeline : which == 1 ? stress_sharding : stress_adaptive)(choose);
+  (which == 0 ? stress_pipeline : which == 1 ? stress_sharding : stress_delay)(choose);
 }
 
 }  // namespace

@@ -27,11 +27,10 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_wlb import files
 from megatron_wlb.adapter import conversations
 from megatron_wlb.documents import DOCUMENT
-from megatron_wlb.plan.dataset import check_index, doubts
+from megatron_wlb.plan.dataset import check_index, suspicious_layout
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, Windows
 from megatron_wlb.plan.step import digest_of
-from megatron_wlb.sharding.routing import ranges
 
 SPLITS = ("train", "valid", "test")
 SAMPLED = 64
@@ -154,7 +153,7 @@ def check_files(args: Namespace) -> None:
     if not prefixes:
         raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...), or --mock-data")
     sizes = {prefix: check_index(prefix) for prefix in prefixes if "://" not in prefix}  # which upstream reads
-    for said in chain.from_iterable(map(doubts, sizes)) if args.rank == 0 else ():
+    for said in chain.from_iterable(map(suspicious_layout, sizes)) if args.rank == 0 else ():
         print(f"> wlb: WARNING: {said}", flush=True)
     splits = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split)) if blend is not None else ()
     for name, bounds in zip(SPLITS, splits, strict=False):
@@ -190,7 +189,7 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
         for each, number in zip(datasets, last.tolist(), strict=True):
             if number >= len(each):
                 raise _stale(dataset, "", f"{each.dataset_path}, which has {len(each)} samples: it draws {number}")
-    parts, texts = zip(*(_part(each, args, split) for each in datasets), strict=True)
+    parts, texts = zip(*(_part(each, args) for each in datasets), strict=True)
     identity = digest_of(dataset.unique_description_hash, *(text.size for text in texts))
     # Masks of whole documents come with positions in these.
     resets = (args.reset_attention_mask or args.reset_position_ids) and not args.dataloader_inter_document_masking
@@ -243,7 +242,7 @@ def _said_of_ends(datasets: Sequence[Any], *, resets: bool) -> str:
     return f"{how}: attention goes across EOD for {1 - within / pairs:.1%} of their pairs of tokens"
 
 
-def _part(dataset: Any, args: Namespace, split: str) -> tuple[Part, Text]:
+def _part(dataset: Any, args: Namespace) -> tuple[Part, Text]:
     if isinstance(dataset, _Conversations):
         found, rows = dataset.dataset, np.asarray(dataset.indices, np.int64)
         part = Rows(
@@ -260,7 +259,6 @@ def _part(dataset: Any, args: Namespace, split: str) -> tuple[Part, Text]:
         shuffle_index=dataset.shuffle_index,
         lengths=dataset.dataset.sequence_lengths,
         context_length=args.seq_length,
-        whole=args.wlb_documents == "whole" and split == "train",
     )
     if why := windows.misfit(dataset.indices):
         folder = os.path.join(str(dataset.dataset_path), "cache", f"{type(dataset).__name__}_indices")
@@ -287,10 +285,8 @@ class _OfWindows:
 
     def read(self, piece: np.void, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `Text`."""
-        given = count + 1
-        if not self._windows.whole:
-            place = int(piece["index"]) % self._windows.context_length + start
-            given = min(given, self._windows.context_length + 1 - place)
+        place = int(piece["index"]) % self._windows.context_length + start
+        given = min(count, self._windows.context_length - place) + 1
         text = self._stream(int(piece["document"]), int(piece["offset"]) + start, given)
         text = np.concatenate((text, np.full(count + 1 - len(text), self._pad)))
         tokens, labels = text[:-1].copy(), text[1:].copy()
@@ -350,8 +346,6 @@ class _ByEod:
             places = of_sample["index"] - of_sample["index"][0]
             total = int(of_sample["length"].sum())
             begins = self._text.begins(of_sample[0], total)
-            counts = -(-np.diff(begins, append=total) // size)  # of whole documents, some are longer than a window
-            begins = np.repeat(begins, counts) + size * ranges(np.zeros_like(counts), counts)
             row = np.searchsorted(places, begins, side="right") - 1
             pieces = of_sample[row]
             pieces["offset"] += begins - places[row]

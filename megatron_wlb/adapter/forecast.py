@@ -8,7 +8,7 @@ from megatron_wlb.describe import alternatives, price
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.job import Job
-from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan.micro_batches import steps_left, time_per_work
 
 
@@ -25,7 +25,7 @@ def tell(job: Job, run: Description, before: MegatronArguments, data: SplitData)
 
 
 def _lines(job: Job, run: Description, before: MegatronArguments, data: SplitData) -> Iterator[str]:
-    if job.whole_documents or steps_left(job, data.samples, data.first_sample) <= 0:  # Megatron's steps train others
+    if steps_left(job, data.samples, data.first_sample) <= 0:
         return
     time = functools.partial(time_per_work, unit=job, samples=data.samples, first_sample=data.first_sample)
     ours, megatron = time(job), time(price.alone(job, before))

@@ -13,7 +13,7 @@ from megatron_wlb.describe import refusals
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
 from megatron_wlb.job import Job
-from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.simulate.memory import DEVICE_SHARE
 
@@ -121,8 +121,7 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
         return replace(
             job,
             parallel=replace(job.parallel, group_size=args.microbatch_group_size_per_vp_stage),
-            packing=OriginalPacking(),
-            whole_documents=False,
+            packing=MegatronPacking(),
             global_batch_size=count,
             num_micro_batches=count,
         )

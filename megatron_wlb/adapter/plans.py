@@ -18,7 +18,7 @@ from megatron_wlb.adapter.clock import ranged
 from megatron_wlb.adapter.data import Reading
 from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.job import Job, differences
-from megatron_wlb.plan import state
+from megatron_wlb.packing import state
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.step import Planner, StepPlan, digest_of
 

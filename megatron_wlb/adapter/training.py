@@ -136,8 +136,7 @@ class Training:
         tried: list[Prediction] = []
         if train := self._splits.get("train"):
             self._job, tried = jobs.best_job(args, self._run, train)
-        moved = self._job.packing.delays or self._job.whole_documents
-        windows = None if moved else args.wlb_windows_per_micro_batch
+        windows = None if self._job.packing.delays else args.wlb_windows_per_micro_batch
         anew = args.reset_position_ids or args.dataloader_inter_document_masking or args.wlb_sft
         self._readings = {
             name: Reading(
@@ -147,9 +146,8 @@ class Training:
                 windows=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
                 vocabulary=args.padded_vocab_size,
                 depths=args.mtp_num_layers or 0,
-                ahead_in_document=self._job.whole_documents or args.wlb_sft or args.dataloader_inter_document_masking,
-                in_window=args.position_embedding_type == "learned_absolute"
-                and not (anew or self._job.whole_documents),
+                ahead_in_document=args.wlb_sft or args.dataloader_inter_document_masking,
+                in_window=args.position_embedding_type == "learned_absolute" and not anew,
                 digest=self._run.run_settings.digest and name == "train",
             )
             for name, each in self._splits.items()

@@ -316,7 +316,7 @@ def _of_text(name: str, skip: int, num_gpus: int | None, seq_length: int | None)
     text = launch.text_of(name, "give its arguments and the lines of its iterations alone")
     stated: dict[str, Any] = {}
     if launch.END_OF_ARGUMENTS in text:
-        for what in ("world_size", "seq_length", "log_interval", "sft", "wlb_documents"):
+        for what in ("world_size", "seq_length", "log_interval", "sft"):
             if len(found := set(re.findall(rf"\s{what} \.+ (\S+)", text))) > 1:
                 raise ValueError(
                     f"{name} is of runs with {what} {' and '.join(sorted(found))}; give each as a file of its own"
@@ -363,8 +363,9 @@ def _of_text(name: str, skip: int, num_gpus: int | None, seq_length: int | None)
         raise ValueError(f"{name} has no line of an iteration{line}; {_REMEDY}")
     remarks = [f"{len(broken):,} lines of iterations are broken, and left out: {short(broken[0])}"] if broken else []
     remarks += _between_starts(text)
-    padded = bool(stated.get("sft")) or stated.get("wlb_documents") == "whole"
-    return _log(name, gpus, starts, skip, remarks, padded=padded, arguments=stated, is_nan=bool(has_losses))
+    return _log(
+        name, gpus, starts, skip, remarks, padded=bool(stated.get("sft")), arguments=stated, is_nan=bool(has_losses)
+    )
 
 
 def _interval(text: str) -> int:
@@ -531,7 +532,7 @@ def _of_tensorboard(name: str, skip: int) -> Log:
             before = n
     if not rows:
         raise ValueError(f"{name} has no times of steps; add --log-timers-to-tensorboard to the run, or {_REMEDY}")
-    padded = not ours and (argument("sft") == "True" or argument("wlb_documents") == "whole")
+    padded = not ours and argument("sft") == "True"
     known = {what: [*arguments(what).values()][-1] for what in stated}
     more = {"padded": padded, "whole": not ours, "arguments": known, "is_nan": bool(losses)}
     return _log(name, number("world_size"), [rows], skip, remarks, **more)

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_wlb import files
 from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import RunSettings
-from megatron_wlb.plan.dataset import doubts, read_lengths
+from megatron_wlb.plan.dataset import read_lengths, suspicious_layout
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, blended, windows
 
@@ -39,7 +39,7 @@ class Data:
     remarks: list[str] = field(default_factory=list)
     """What is strange in the files, and what upstream makes of conversations."""
 
-    def samples(self, seed: int, context_length: int, num_samples: int, whole: bool = False) -> Samples:
+    def samples(self, seed: int, context_length: int, num_samples: int) -> Samples:
         """Return the samples of a run of `num_samples` in the order of training; after the last they begin anew.
 
         Sizes and blend are upstream's, shuffles another generator's. Raises ValueError for a blend without weights and
@@ -48,7 +48,7 @@ class Data:
 
         def part(i: int, count: int | None) -> Part:
             if not self.begins:
-                return windows(self.lengths[i], context_length, seed=seed, num_samples=count, whole=whole)
+                return windows(self.lengths[i], context_length, seed=seed, num_samples=count)
             rows, size = np.arange(len(self.begins[i]) - 1), context_length
             sizes = {"context_length": size, "num_samples": count or len(rows)}
             return Rows(rows=rows, begins=self.begins[i], lengths=self.lengths[i], **sizes)
@@ -98,7 +98,7 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
             kept = int(begins[-1][-1])
         else:
             every = read_lengths(prefix)
-            remarks += doubts(prefix)
+            remarks += suspicious_layout(prefix)
             kept = round(training * len(every))
         found.append(np.array(every[:kept]))  # not mapped: of many datasets, that is as many open files
         if not found[-1].any():

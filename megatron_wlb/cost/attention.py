@@ -25,7 +25,7 @@ class ExchangeModel:
     """Per row of K and V."""
     leave: float
     """Per row of their gradients."""
-    ahead: float
+    prefetch: float
     """By which backward's first K and V are prefetched, per row of a rank: products for input gradients of MLP and
     output projection."""
 
@@ -38,15 +38,15 @@ class ExchangeModel:
 def exchange_model(job: Job) -> ExchangeModel:
     """Return the exchange of a job; no time if the profile has no unit of it."""
     if job.profile.counts_pairs:
-        return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, ahead=0.0)
+        return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, prefetch=0.0)
     latency, byte = job.profile.network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
     if job.cp_exchange == "latents":
         return _latents_model(job, latency, byte)
     value = job.model.kv_values_per_rank(job.parallel.tp) * byte
     before = 0 if "core_attn" in job.recompute.dropped else job.model.weights_of(FULL) - job.model.qkv_weights
-    ahead = 2 * before / job.parallel.tp / rates(job)[1] / 1e6
+    prefetch = 2 * before / job.parallel.tp / rates(job)[1] / 1e6
     arrive, leave = value * job.bytes_per_value, value * job.cp_gradient_bytes
-    return ExchangeModel(latency=latency, arrive=arrive, leave=leave, ahead=ahead)
+    return ExchangeModel(latency=latency, arrive=arrive, leave=leave, prefetch=prefetch)
 
 
 def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
@@ -70,7 +70,7 @@ def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
         latency=latency + 2 * float(network.collective("all_gather", 0, tensor)),
         arrive=moved + time("all_gather", latent + shared) + gathered + forward,
         leave=moved + again + backward + time("reduce_scatter", latent) + gathered + time("all_reduce", shared),
-        ahead=0.0,
+        prefetch=0.0,
     )
 
 

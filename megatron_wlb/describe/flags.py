@@ -43,12 +43,6 @@ class PlanSettings(Settings):
         least=2**-10,
         most=1 << 10,
     )
-    documents: str = setting(
-        "windows",
-        "What a sample trains. windows: its window of tokens, as upstream. whole: the documents that begin in the "
-        "window, each whole (cut only at --seq-length); tokens a step vary.",
-        choices=("windows", "whole"),
-    )
     profile: str | None = setting(
         None,
         "Kernel times of the device: a shipped profile or a JSON file. Default: on GPUs by the device's name "

@@ -14,7 +14,7 @@ from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, Packing, Parallel, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
-from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.settings import Count, Size, in_range, within
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
@@ -63,7 +63,6 @@ def make_job(
         "num_micro_batches": count,
         "packing": POLICIES[DEFAULT_POLICY]() if packing is None else packing,
         "sharding": sharding or Sharding(),
-        "whole_documents": settings.documents == "whole",
         **given,
     }
     if "profile" not in fields:

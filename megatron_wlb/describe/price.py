@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron_wlb.describe.megatron import recompute_of, tp_overlap
 from megatron_wlb.job import Job
-from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.simulate.memory import OPTIMIZER_BYTES, WEIGHT_BYTES, gpu_weights, held_bytes
 
 GRAPHS_US = 1004

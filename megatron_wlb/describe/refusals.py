@@ -118,9 +118,6 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
     "--wlb-mock-lengths has no effect without --mock-data; give both, or neither": lambda a: (
         a.wlb_mock_lengths is not None and not a.mock_data
     ),
-    "--wlb-documents whole is of .bin/.idx datasets, and rows of --sft are whole; leave it out": lambda a: (
-        a.sft and a.wlb_documents == "whole"
-    ),
     "--seq-length is missing; give the context window": lambda a: a.seq_length is None,
     (
         "--moe-router-load-balancing-type quantile_balancing needs tokens * topk of every micro-batch to divide by the "

@@ -52,7 +52,6 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
         (a.eod_mask_loss or a.sft) and (a.context_parallel_size or 1) > 1 and not a.calculate_per_token_loss
     ),
     "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: policy_of(a.wlb_packing).delays,
-    "documents are trained whole, where they begin": lambda a: a.wlb_documents == "whole",
     "mock documents have other lengths": lambda a: a.mock_data and a.wlb_mock_lengths is not None,
     "long conversations are left out": lambda a: a.sft and "long" in (a.wlb_sft_skip or ()),
     "broken rows are left out": lambda a: a.sft and "broken" in (a.wlb_sft_skip or ()),

@@ -2,10 +2,10 @@
 
 from megatron_wlb.job import Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.paper import PaperPacking
 
-POLICIES: dict[str, type[Packing]] = {each.name: each for each in (AdaptivePacking, OriginalPacking, WlbPacking)}
+POLICIES: dict[str, type[Packing]] = {each.name: each for each in (AdaptivePacking, MegatronPacking, PaperPacking)}
 DEFAULT_POLICY = "adaptive"
 
 

@@ -1,7 +1,7 @@
 """Dependencies in a pipeline step: passes, transfers, and where a stage goes on.
 
-A *node* ends at max(end of two earlier nodes) + its own time. A transfer begins when both sides have posted it. Who
-posts and waits when is what megatron-core 0.19 does by default: the plain schedule sends and receives synchronously; so
+A *node* ends at max(end of two earlier nodes) + its own time. A transfer begins when both sides have posted it. Stages
+post and wait as in megatron-core 0.19 by default: the plain schedule sends and receives synchronously; so
 does the interleaved one (`--overlap-p2p-communication`) in warm-up and cool-down, and in between it receives one pass
 ahead, and waits for an output until it is sent, and for a gradient until after the next backward. With
 `Schedule.overlap_transfers` it receives ahead throughout (`--overlap-p2p-communication-warmup-flush`) and waits for no
@@ -86,10 +86,10 @@ def _pairs(schedule: Schedule, chains: "_Chains") -> tuple[np.ndarray, np.ndarra
 
 
 def _posts(schedule: Schedule, chains: "_Chains", forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Return the node after which what follows a pass is sent and received, int64 [passes].
+    """Return the node after which a pass posts its send and receive, int64 [passes].
 
-    A pair posts when both passes have ended: first what follows the forward pass, then what follows the backward pass,
-    and in between it waits for the first send without `Schedule.overlap_transfers`.
+    A pair posts when both passes have ended: first for the forward pass, then for the backward pass, and in between it
+    waits for the first send without `Schedule.overlap_transfers`.
     """
     posts, sends = np.arange(chains.ids.size), np.zeros(chains.ids.size, bool)
     sends[chains.senders] = not schedule.overlap_transfers
@@ -145,7 +145,7 @@ class _Chains:
     turns: np.ndarray
     """Shaped as `ids`: see `Schedule.turns`."""
     keys: np.ndarray
-    """int64 [passes]: greater than that of every pass before it, on the stage or for the micro-batch."""
+    """int64 [passes]: greater than for every pass before it, on the stage or for the micro-batch."""
     before: np.ndarray
     """int64 [passes]: the pass before on the same stage, or NONE."""
     senders: np.ndarray
@@ -177,7 +177,7 @@ class _Waits:
     """Nodes (or NONE) that passes and transfers wait for, int64 [passes] unless stated."""
 
     arrival: np.ndarray
-    """A pass, for the transfer of what it takes."""
+    """A pass, for the transfer of its input."""
     sync: np.ndarray
     extra: np.ndarray
     """After a pass, its stage goes on when both have ended."""
@@ -307,9 +307,9 @@ def _phases(schedule: Schedule, chains: _Chains) -> _Phases:
 def _around_the_corner(
     arrival: np.ndarray, received: np.ndarray, by_turn: np.ndarray, ahead: np.ndarray, receivers: np.ndarray
 ) -> None:
-    """Write into `arrival` what the first stage, and backward of the last, wait for.
+    """Write into `arrival` the nodes that the first stage, and backward of the last, wait for.
 
-    These passes take what was `received` after passes that look `ahead`, in the order of the receives.
+    These passes take inputs that were `received` after passes that look `ahead`, in the order of the receives.
     """
     takes = np.zeros(len(arrival), bool)
     takes[receivers] = True

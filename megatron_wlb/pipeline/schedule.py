@@ -81,15 +81,12 @@ class Schedule:
         first = behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
         return first + self.overlaps_experts
 
-    def in_flight(self, stage: int, weights: np.ndarray | float = 1.0) -> float:
-        """Return the most forward passes that a stage holds, or what `weights` of them sum to.
+    def in_flight(self, stage: int, weights: np.ndarray) -> float:
+        """Return the most that a stage holds at once of forward passes, which weigh `weights`, float64 [chunks].
 
         Of two whose layers run by turns, one is there as far as the other has gone.
         """
-        if np.ptp(weights) == 0:
-            most = self.warm_up(stage) + (not self.overlaps_experts)
-            return min(self.micro_batches_per_rank * self.num_chunks, most) * float(np.max(weights))
-        ops, weights = self.ops(stage), np.asarray(weights)
+        ops = self.ops(stage)
         held = (np.where(ops["backward"], -1, 1) * weights[ops["chunk"]]).cumsum()
         return float(held[~self.begins_pair(stage)].max())
 

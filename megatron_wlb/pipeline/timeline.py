@@ -40,7 +40,7 @@ def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
     """Return the end of 1F1B for every order of micro-batches, int64 [K].
 
     `work`, int64 [K, M], not negative; a micro-batch needs it in forward and twice in backward on every stage, and
-    nothing between stages. All of it on all stages must fit 64 bits.
+    transfers take no time. All of it on all stages must fit 64 bits.
     """
     graph = passes_of(schedule)
     # Doubles, which processors compare two at a time, where they are as exact.

@@ -11,7 +11,8 @@ from msgspec import Meta
 
 from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.job import Job
-from megatron_wlb.packing.adaptive import AdaptivePacking, placed
+from megatron_wlb.packing.paper import PaperPacking
+from megatron_wlb.packing.place import placed
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.packer import PackedStep
@@ -47,7 +48,7 @@ def balance(
 
     Args:
         lengths: tokens of each sequence.
-        job: what is trained; its packing, `global_batch_size` and `num_micro_batches` do not count.
+        job: the job to plan for; its packing, `global_batch_size` and `num_micro_batches` do not count.
         dp_rank: the data-parallel rank.
         num_micro_batches: over all ranks. Default: as many as are predicted to take least time.
         equal_counts: give all ranks equally many sequences.
@@ -72,11 +73,11 @@ def balance(
                 f"{count} {what} do not divide over {job.parallel.dp} data-parallel ranks; give a multiple, or leave "
                 f"{'equal_counts' if what == 'sequences' else 'num_micro_batches'} out"
             )
-    job = replace(job, packing=AdaptivePacking(), whole_documents=True)
+    job = replace(job, packing=PaperPacking())  # whose steps hold as many tokens as fit
     return plan_packed(_packed(given.tobytes(), job, num_micro_batches, equal_counts), job, dp_rank)
 
 
-class _Made(NamedTuple):
+class Candidate(NamedTuple):
     time: int
     """Of the costliest rank, in work."""
     batch: PackedBatch
@@ -95,35 +96,35 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> PackedSte
     last = count or max(fewest, 2 * len(documents)) + dp * job.parallel.pp
     # Two sequences of over half a micro-batch never share one.
     apart = 0 if count else -(-int((2 * lengths > job.max_tokens).sum()) // dp) * dp
-    tried: list[_Made] = []
+    tried: list[Candidate] = []
     number = 0
     for share in TIMES_THE_FEWEST if count is None else (count / fewest,):
         number = max(round(fewest * share / dp) * dp, number + dp, apart)
         if tried and number > len(documents):  # some would be empty
             break
-        while (made := _made(documents, job, number, equal)) is None and number < last:
+        while (candidate := _best_with(documents, job, number, equal)) is None and number < last:
             whole, before = len(documents) // dp * dp, number
             number += max(1, round(STRIDE * number / dp)) * dp
             number = whole if before < whole < number else number  # the most of which none is empty
-        tried += [made] if made else []
-        if made is None or made.time <= (1 + IDLE) * limit:
+        tried += [candidate] if candidate else []
+        if candidate is None or candidate.time <= (1 + IDLE) * limit:
             break
     if not tried:
         raise ValueError(
             f"{len(documents)} sequences of {total} tokens do not fit into {count} micro-batches of {job.max_tokens}; "
             "give more micro-batches, or leave num_micro_batches out"
         )
-    full = [made for made in tried if len(made.batch) <= len(documents)] or tried
-    least = min(made.time for made in full)
-    batch = next(made.batch for made in full if made.time <= (1 + GAIN) * least)
+    full = [each for each in tried if len(each.batch) <= len(documents)] or tried
+    least = min(each.time for each in full)
+    batch = next(each.batch for each in full if each.time <= (1 + GAIN) * least)
     for array in (batch.documents, batch.bounds, batch.ranks, documents):  # which the cache keeps
         if array is not None:
             array.flags.writeable = False
     return PackedStep(step=0, batch=batch, drawn=documents, first=0, position={}, waiting={})
 
 
-def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | None:
-    """The best that is found with `count` micro-batches; None if that many cannot be interleaved or are too few."""
+def _best_with(documents: np.ndarray, job: Job, count: int, equal: bool) -> Candidate | None:
+    """Return the best candidate with `count` micro-batches; None if they cannot be interleaved, or are too few."""
     try:
         job = job.of_step(count, int(documents["length"].sum()))
     except ValueError:
@@ -131,12 +132,12 @@ def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | N
     dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
     work = job.work(documents["length"])
     even = makespans(job.schedule(), np.full((1, count // dp), int(work.sum()) // count))[0]
-    made: list[_Made] = []
+    candidates: list[Candidate] = []
     for apart in (True,) if equal else (False, True):
         # Where tokens are tight, equal counts may be better even if nobody asks for them.
-        if made and (made[0].time <= (1 + GAIN) * even or len(documents) % dp or beside > 1 or dp == 1):
+        if candidates and (candidates[0].time <= (1 + GAIN) * even or len(documents) % dp or beside > 1 or dp == 1):
             break
-        batch = _apart(documents, work, job) if apart else placed(documents, job, count)
+        batch = _equally_many(documents, work, job) if apart else placed(documents, job, count)
         if batch is None:
             break
         lengths = batch.documents["length"]
@@ -144,11 +145,11 @@ def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | N
         _, rows, _ = divided(sums, batch.sums(lengths), job, batch.ranks)
         costliest = sums[rows][placement.rank_cost(sums[rows], job).argmax()]
         time = makespans(job.schedule(), costliest[placement.order(costliest, job)][None])
-        made.append(_Made(int(time[0]), replace(batch, ranks=rows)))
-    return min(made, key=lambda each: each.time, default=None)
+        candidates.append(Candidate(int(time[0]), replace(batch, ranks=rows)))
+    return min(candidates, key=lambda each: each.time, default=None)
 
 
-def _apart(documents: np.ndarray, work: np.ndarray, job: Job) -> PackedBatch | None:
+def _equally_many(documents: np.ndarray, work: np.ndarray, job: Job) -> PackedBatch | None:
     """Place equally many sequences on every rank; None if they do not fit."""
     dp, count = job.parallel.dp, job.num_micro_batches
     parts = [placed(documents[part], job, count // dp, ranks=1) for part in _equal_counts(work, dp)]

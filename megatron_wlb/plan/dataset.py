@@ -34,7 +34,7 @@ class DocumentIndex:
 
 
 def check_index(prefix: str) -> int:
-    """Check what the header of `PREFIX.idx` and the size of `PREFIX.bin` tell, in no time; return its documents.
+    """Check the header of `PREFIX.idx` and the size of `PREFIX.bin`, in no time; return the number of documents.
 
     Raises ValueError if a file is missing, truncated, of another format, or without a document.
     """
@@ -48,7 +48,7 @@ def check_index(prefix: str) -> int:
 def read_index(prefix: str) -> DocumentIndex:
     """Read `PREFIX.idx` and check all of it against `PREFIX.bin`.
 
-    Raises ValueError as `check_index`, and for what is inconsistent.
+    Raises ValueError as `check_index`, and for inconsistent contents.
     """
     path, binary = _files(prefix)
     index = _parse(path)
@@ -59,11 +59,11 @@ def read_index(prefix: str) -> DocumentIndex:
     return index
 
 
-def doubts(prefix: str) -> list[str]:
-    """Return what is legal in `PREFIX.idx`, and seldom meant, with the numbers; it has been checked.
+def suspicious_layout(prefix: str) -> list[str]:
+    """Return findings that are legal in a checked `PREFIX.idx` and seldom intended, with their numbers.
 
-    Writers put documents one behind the other: where they are not, it may be a subset, or be damaged. So may it be
-    where the `.bin` file, if it is here, has more than is described.
+    Writers put documents one behind the other: where they are not, the file may be a subset, or damaged. The same holds
+    where the `.bin` file, if it is here, has more bytes than the index describes.
     """
     path, binary = _paths(prefix)
     index = _mapped(path)
@@ -84,13 +84,13 @@ def doubts(prefix: str) -> list[str]:
         )
     if binary.exists() and (size := binary.stat().st_size) > end:
         found.append(f"{binary} has {size} bytes, and {path} describes the first {end}")
-    return [f"{each}; build it again if it is no subset on purpose" for each in found]
+    return [f"{each}; rebuild it unless this is a deliberate subset" for each in found]
 
 
 def read_lengths(prefix: str) -> np.ndarray:
     """Tokens of each document, int32 [documents], from `PREFIX.idx` alone.
 
-    Raises ValueError as `read_index`, but for what only the `.bin` file shows.
+    Raises ValueError as `read_index`, except for faults that only the `.bin` file shows.
     """
     path, _ = _paths(prefix)
     _check_file(path)
@@ -125,7 +125,7 @@ def _check_size(path: Path, binary: Path, needed: int) -> None:
 
 
 def _parse(path: Path) -> DocumentIndex:
-    """Return what `_mapped` does, all of it looked at."""
+    """Return the index of `_mapped`, with all of it checked."""
     index = _mapped(path)
     if (index.lengths < 0).any() or (index.pointers < 0).any():
         raise ValueError(f"{path} holds a negative length or pointer: the file is damaged, build it again")

@@ -1,4 +1,4 @@
-"""Chooses micro-batches, their S_max and what is recomputed by predicted time."""
+"""Chooses micro-batches, their S_max and recomputation by predicted time."""
 
 import contextlib
 from collections.abc import Callable
@@ -74,8 +74,8 @@ def recomputed(
 ) -> list[Prediction]:
     """Return the best job of every recomputation that is worth trying within memory, the fastest first.
 
-    `free` is the job without a limit of memory, `make` as for `predictions`, with a `recompute`. Times are those of
-    `time_per_work`.
+    `free` is the job without a limit of memory, `make` as for `predictions`, with a `recompute`. Times are as
+    `time_per_work` returns them.
     """
     found = []
     for way in worth_trying(free, budget_bytes):

@@ -1,4 +1,4 @@
-"""Packs samples step by step, and keeps what waits in between."""
+"""Packs samples step by step, and keeps the waiting documents in between."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.documents import DOCUMENT, PackedBatch
 from megatron_wlb.job import Job
-from megatron_wlb.plan import state as saved
+from megatron_wlb.packing import state as saved
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.settings import SizeOrNone, in_range
 
@@ -21,9 +21,9 @@ class PackedStep:
     drawn: np.ndarray
     """Pieces that the step drew, in their order: DOCUMENT [n]."""
     first: int
-    """The first of the step's own samples; what they trained in Megatron's order is due in this step."""
+    """The first of the step's own samples, which are due in this step in Megatron's order."""
     position: dict[str, Any]
-    """The packer's state without what waits."""
+    """The packer's state without the waiting documents."""
     waiting: dict[str, np.ndarray]
     """Pieces drawn and not yet packed, by place: DOCUMENT arrays, never written to."""
 
@@ -38,7 +38,7 @@ class PackedStep:
 
 
 class Packer:
-    """Packs step after step; a policy draws what it needs from the samples.
+    """Packs step after step; a policy draws as many samples as it needs.
 
     The samples of step t are N from `first_sample` on, as in Megatron. If all documents of a step would wait, it draws
     the next N as well. Raises ValueError if the samples and the job have different windows, and, where none may wait,
@@ -59,7 +59,7 @@ class Packer:
         self._drawn = first_sample  # the next sample that is drawn
 
     def next(self) -> PackedStep:
-        """Pack the next step. Raises StopIteration at the end of the data, once nothing waits."""
+        """Pack the next step. Raises StopIteration at the end of the data, once no document waits."""
         draw = _Draw(self._samples, self.step, self._first, self._drawn, self._job.global_batch_size)
         while True:
             if draw.exhausted and not self.num_waiting:
@@ -97,7 +97,7 @@ class Packer:
             "larger --global-batch-size, or leave no rows out"
         )
 
-    def going_on(self, job: Job) -> "Packer":
+    def with_job(self, job: Job) -> "Packer":
         """Return the packer that goes on from here with another job, of another N."""
         packer = Packer(self._samples, job)
         packer.load_state(self.state())
@@ -149,7 +149,7 @@ class _Draw:
         return self._samples.order is None and self.drawn >= len(self._samples)
 
     @property
-    def ahead(self) -> int:
+    def early_tokens(self) -> int:
         return (self.drawn - self.first) * self._samples.context_length
 
     def own(self, most_tokens: int | None = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Micro-batches of data-parallel ranks and their order there, alike on every rank."""
+"""Micro-batches of data-parallel ranks and their order there, the same on every rank."""
 
 import functools
 import itertools
@@ -38,7 +38,7 @@ def place(
     else:
         experts = np.zeros_like(work) if experts is None else experts
         bundles = np.argsort(experts - work, kind="stable").reshape(-1, beside)
-        groups = _deal(paces(work[bundles.T], experts[bundles.T], job)[0], dp // beside, job)
+        groups = _deal(critical_work(work[bundles.T], experts[bundles.T], job)[0], dp // beside, job)
         rows = bundles[groups].swapaxes(1, 2).reshape(dp, -1)
     if tokens is not None and tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
         rounds = np.argsort(-tokens, kind="stable").reshape(-1, dp)
@@ -47,7 +47,7 @@ def place(
     return rows
 
 
-def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
+def critical_work(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
     """Return the work that sets the time of micro-batches, int64 [ranks, M].
 
     In every layer, ranks that divide experts wait for the one with the most work outside of experts, and do equal

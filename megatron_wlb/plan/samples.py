@@ -1,4 +1,4 @@
-"""What a run trains, sample by sample in Megatron's order: the pieces of documents in each, from arrays alone.
+"""The samples of a run in Megatron's order: the pieces of documents in each, from arrays alone.
 
 Megatron's GPTDataset concatenates shuffled documents to one stream of tokens, cuts it into windows of C tokens, and
 shuffles these; BlendedDataset draws windows from several. Three arrays of a dataset and two of a blend say all that.
@@ -41,9 +41,6 @@ class Windows:
     lengths: np.ndarray
     """Tokens of each document, int32 [documents]; Megatron's documents are the sequences of its `.idx` files."""
     context_length: int
-    whole: bool = False
-    """Documents are cut every C tokens from their own beginning, instead of where windows are, and each piece is
-    trained with the window in which it begins. Every window has one."""
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -63,17 +60,12 @@ class Windows:
         tokens = np.cumsum(rows["length"]) - rows["length"]
         first = np.cumsum(counts) - counts  # row of a window
         rows["index"] = sample * self.context_length + tokens - tokens[first[sample]]
-        if not self.whole:
-            return rows[rows["length"] > 0]
-        rows["offset"] = -(-offset // self.context_length) * self.context_length
-        rows["index"] += rows["offset"] - offset
-        rows["length"] = np.minimum(lengths - rows["offset"], self.context_length)
-        return rows[rows["offset"] < stop]
+        return rows[rows["length"] > 0]
 
     def misfit(self, documents: np.ndarray | None) -> str:
-        """Return what shows that the arrays are of another dataset than that of `lengths`, "" if nothing does.
+        """Return the evidence that the arrays belong to another dataset than `lengths`, or "".
 
-        `documents` are those of the split, ascending; None: unknown. All numbers are looked at, some at a time.
+        `documents` of the split are ascending; None: unknown. All numbers are checked, some at a time.
         """
         index, count, size = self.document_index, len(self.sample_index) - 1, self.context_length
         low, high = (0, len(self.lengths) - 1) if documents is None else (int(documents[0]), int(documents[-1]))
@@ -114,7 +106,7 @@ class Rows:
     """Samples that are rows of a file, each of some documents and at most C tokens: conversations."""
 
     rows: np.ndarray
-    """The rows in order; they begin anew after the last, int64 [rows of the split]."""
+    """The rows in order; they start over after the last, int64 [rows of the split]."""
     begins: np.ndarray
     """First document of each row of the file, int64 [rows of the file + 1]."""
     lengths: np.ndarray
@@ -126,7 +118,7 @@ class Rows:
         return self.num_samples
 
     def pieces(self, samples: np.ndarray) -> np.ndarray:
-        """See `Part`. What is over C tokens of a row is cut off, as upstream does."""
+        """See `Part`. A row is cut off after C tokens, as upstream does."""
         row = self.rows[samples % len(self.rows)]
         counts = self.begins[row + 1] - self.begins[row]
         sample, number = _within(counts)
@@ -193,7 +185,6 @@ def windows(
     *,
     seed: SizeOrNone | None = 0,
     num_samples: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None,
-    whole: bool = False,
 ) -> Windows:
     """Cut documents of `lengths`, int64 [n], into windows as `GPTDataset` does, with another generator's shuffles.
 
@@ -227,7 +218,6 @@ def windows(
         shuffle_index=shuffle,
         lengths=lengths,
         context_length=context_length,
-        whole=whole,
     )
 
 

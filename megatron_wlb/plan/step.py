@@ -66,9 +66,9 @@ class StepPlan:
     digests: dict[str, int]
     """`digest_of` parts of the plan that are the same on all ranks."""
     own_digest: int
-    """`digest_of` what ranks of one data-parallel rank share: documents, shards."""
+    """`digest_of` the parts that ranks of one data-parallel rank share: documents, shards."""
     counted: np.ndarray | None = None
-    """What `Planner`'s `count` returned."""
+    """The result of `Planner`'s `count`."""
 
     def __str__(self) -> str:
         """A line for the step, and one for each micro-batch of this rank."""
@@ -109,9 +109,9 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
             f"the step is packed for {len(batch.ranks)} ranks, not {job.parallel.dp}; give the packer's job"
         )
     work = batch.sums(job.work(lengths))
-    job, rows, paces = divided(work, batch.sums(lengths), job, batch.ranks)
+    job, rows, critical = divided(work, batch.sums(lengths), job, batch.ranks)
     micro_batches = []
-    for documents in map(batch.micro_batch, rows[dp_rank][placement.order(paces[dp_rank], job)]):
+    for documents in map(batch.micro_batch, rows[dp_rank][placement.order(critical[dp_rank], job)]):
         shards = select.shard(documents["length"], job)
         micro_batches.append(
             MicroBatchPlan(step=packed.step, first_sample=packed.first, documents=documents, shards=shards)
@@ -134,20 +134,20 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
 def step_cost(batch: PackedBatch, job: Job) -> int:
     """Return the approximate time of the costliest data-parallel rank, in work."""
     lengths = batch.documents["length"]
-    job, _, paces = divided(batch.sums(job.work(lengths)), batch.sums(lengths), job, batch.ranks)
-    return int(placement.rank_cost(paces, job).max())
+    job, _, critical = divided(batch.sums(job.work(lengths)), batch.sums(lengths), job, batch.ranks)
+    return int(placement.rank_cost(critical, job).max())
 
 
 def shard_step(job: Job, lengths: Sequence[np.ndarray], ranks: np.ndarray | None = None) -> list[list[ShardPlan]]:
     """Return every data-parallel rank's shards of a step, in pipeline order.
 
-    Places and shards M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`; `ranks`: those of each
-    rank, int64 [dp, M / dp], if they are dealt already.
+    Places and shards M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`; `ranks`: the
+    micro-batches of each rank, int64 [dp, M / dp], if they are dealt already.
     """
     tokens = np.array([each.sum() for each in lengths])
     work = np.array([job.work(each).sum() for each in lengths])
-    job, rows, paces = divided(work, tokens, job, ranks)
-    mine = [row[placement.order(pace, job)] for row, pace in zip(rows, paces, strict=True)]
+    job, rows, critical = divided(work, tokens, job, ranks)
+    mine = [row[placement.order(each, job)] for row, each in zip(rows, critical, strict=True)]
     return [[select.shard(lengths[i], job) for i in row] for row in mine]
 
 
@@ -156,13 +156,13 @@ def divided(
 ) -> tuple[Job, np.ndarray, np.ndarray]:
     """Return the job of a step of micro-batches of `work` and `tokens`, int64 [M] each, and how ranks divide them.
 
-    That is the micro-batches of data-parallel ranks, `rows` if memory holds them, and `paces`, int64 [dp, M / dp].
+    That is the micro-batches of data-parallel ranks, `rows` if memory holds them, and `critical`, int64 [dp, M / dp].
     """
     job = job.of_step(len(work), int(tokens.sum()))
     experts = tokens * job.expert_crossover_tokens
     if rows is None or tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
         rows = placement.place(work, job, experts, tokens)
-    return job, rows, placement.paces(work[rows], experts[rows], job)
+    return job, rows, placement.critical_work(work[rows], experts[rows], job)
 
 
 def _words(numbers: np.ndarray) -> str:
@@ -176,7 +176,7 @@ def _agreed(micro_batch: MicroBatchPlan) -> list[Any]:
 
 
 def digest_of(*parts: Any) -> int:
-    """Return 63 bits of arrays, and of what `repr` tells apart."""
+    """Return 63 bits of arrays, and of the `repr` of other parts."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         array = isinstance(part, np.ndarray)
@@ -285,7 +285,7 @@ class Planner:
                         return
                 if self._later and self._later[0][0] == self._next:
                     _, self._job = self._later.pop(0)
-                    self._packer = self._packer.going_on(self._job)
+                    self._packer = self._packer.with_job(self._job)
                 packed = self._packer.next()
                 plan = replace(plan_packed(packed, self._job, self._dp_rank), counted=self._count(packed))
                 if plan.step != self._next:

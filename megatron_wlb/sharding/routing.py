@@ -1,4 +1,4 @@
-"""Routing of K and V: what a rank sends to whom, and where it finds its keys.
+"""Routing of K and V: which rows a rank sends to which rank, and where it finds its keys.
 
 Only rows that some query sees travel: the rows of a rank up to the last query of another rank in the document. For a
 part of attention, the rows that arrive, in the order of the ranks, then those of the rank's own rows that count as
@@ -25,7 +25,7 @@ def moved_rows(plan: ShardPlan, window: int | None = None) -> np.ndarray:
 
 
 class Ownership:
-    """Which rank of a plan holds what of a round's documents; n segments, all ranks one after the other.
+    """Which rank of a plan holds which rows of a round's documents; n segments, all ranks one after the other.
 
     The keys that a rank sees are *runs*: those of a document, or in a window those of a head and of a tail, or of both
     where they meet.
@@ -199,7 +199,7 @@ def _all_keys(held: Ownership, cp_rank: int, calls: Sequence[np.ndarray]) -> _Ke
 def _share_of_keys(
     held: Ownership, mine: np.ndarray, calls: Sequence[np.ndarray], share: Share, arrive: np.ndarray
 ) -> _Keys:
-    """What arrives and, with the first share, the heads, which tails see; every document's keys in packed order."""
+    """Rows that arrive and, with the first share, the heads, which tails see; every document's keys in packed order."""
     (heads, tails), counts = calls, arrive.copy()
     segments, own = held.segments, held.segments[mine]
     num_heads = len(heads) if share.low == 0 and len(tails) else 0

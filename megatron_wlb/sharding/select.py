@@ -32,20 +32,20 @@ KEY_SPLITS = (  # without parts 9.0 and 15.8 %
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCosts:
-    """Which rounds a job tries, and what they cost."""
+    """The rounds that a job tries, and their costs."""
 
     forward: KernelModel
     backward: KernelModel
     exchange: ExchangeModel
     merge: float
-    """Us to add one tile of queries of a head to what other parts have: read twice and written once."""
+    """Us to add one tile of queries of a head to the result of other parts: read twice and written once."""
     shares: tuple[tuple[float, ...], ...]
 
 
 @lru_cache(maxsize=16)
-def round_costs(job: Job) -> RoundCosts:
-    """Return the costs of a job; without a unit of time, documents go together."""
-    together, (forward, backward) = job.profile.counts_pairs, attention_kernels(job)
+def round_costs(job: Job, window: int | None = None) -> RoundCosts:
+    """Return the costs of a job's layers with this window; without a unit of time, documents go together."""
+    together, (forward, backward) = job.profile.counts_pairs, attention_kernels(job, window)
     return RoundCosts(
         forward=forward,
         backward=backward,
@@ -65,28 +65,13 @@ def attention_times(plan: ShardPlan, job: Job, window: int | None = None) -> tup
 
     First the kernels of every rank, float64 [cp] each; then the time that the exchange adds to the slowest rank, each.
     """
-    if window is not None:
-        return _times_in_window(plan, job, window)
     calls = [call for shard in plan.shards for call in shard.calls]
     segments = np.concatenate(calls, dtype=SEGMENT).view(np.int64)  # to find out the dtype takes five times as long
     bounds = np.cumsum([0, *map(len, calls)]).tolist()
-    cp, costs = len(plan.shards), round_costs(job)
-    *busy, forward, backward = _native.attention_times(segments, bounds, cp, plan.shares, costs)
-    return busy, [end - float(each.max()) for each, end in zip(busy, (forward, backward), strict=True)]
-
-
-def _times_in_window(plan: ShardPlan, job: Job, window: int) -> tuple[list[np.ndarray], list[float]]:
-    """Return `attention_times` in a window, where all that is exchanged moves at once, as csrc/rounds.cpp has it."""
-    kernels, costs = attention_kernels(job, window), round_costs(job)
-    counts = np.array([[kernels[0].count_shard(part) for part in (s.calls[:1], s.calls[1:])] for s in plan.shards])
-    whole, shared = ([kernel.time(*counts[:, i].T) for kernel in kernels] for i in range(2))
-    moved = np.array(float(moved_rows(plan, window).max()))
-    arrive, leave = map(float, costs.exchange.times(moved))
-    forward = float((np.maximum(whole[0], arrive) + shared[0]).max())
-    ahead = costs.exchange.ahead * int(plan.lengths.sum() // len(plan.shards))
-    free = shared[1] + max(arrive - ahead, 0.0)
-    backward = max(float(free.max()) + leave, float((free + whole[1]).max()))
-    busy = [whole[i] + shared[i] for i in range(2)]
+    cp, costs = len(plan.shards), round_costs(job, window)
+    # In a window, all that is exchanged moves at once.
+    shares, moved = (plan.shares, None) if window is None else ((), int(moved_rows(plan, window).max()))
+    *busy, forward, backward = _native.attention_times(segments, bounds, cp, shares, costs, moved)
     return busy, [end - float(each.max()) for each, end in zip(busy, (forward, backward), strict=True)]
 
 
@@ -120,7 +105,7 @@ def divide(
     rotates over them says which get one more, so every rank ends with the same number of tokens. (The paper, section
     5.1, deals the remainder out as single tokens, which would be fragments.) `paper` takes the better one of that
     paper's two (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first. With `costs`,
-    attention of what is chosen runs in rounds.
+    attention of the chosen one runs in rounds.
     """
     name, time, rows, bounds, shares = _native.choose_sharding(
         lengths, cp, STRATEGIES[strategy], MOST_SHARES, kernel, costs

@@ -292,8 +292,10 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
     received, _ = moved or one_document(job, model.widest)
     arrives = parallel.cp > 1 and job.cp_exchange != "latents" and "core_attn" not in recompute.dropped
-    ahead = arrives * job.bytes_per_value * (1 + received) * model.kv_values_per_rank(parallel.tp)
-    at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job, moved) - _kept(job, mlp_tensors(job)))
+    prefetched = arrives * job.bytes_per_value * (1 + received) * model.kv_values_per_rank(parallel.tp)
+    at_once = max(
+        mlp_backward_bytes(job) + prefetched, attention_backward_bytes(job, moved) - _kept(job, mlp_tensors(job))
+    )
     by_kind = job.layers_by_kind()[:, stage]
     in_layer = np.array([layer_bytes(job, kind) for kind in model.kinds])
     each = (in_layer[:, None] * (by_kind / np.maximum(1, by_kind.sum(axis=0)))).sum(axis=0)

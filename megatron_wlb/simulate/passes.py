@@ -118,14 +118,14 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds again, gathers two hidden
     # states for its joining matrix and one after it, and runs the output layer.
     output, losses = products(job, [output_matrix(job)], tokens), loss(job, tokens)
-    joining, ahead = products(job, [joining_matrix(job)], tokens), model.mtp_num_layers
+    joining, mtp_layers = products(job, [joining_matrix(job)], tokens), model.mtp_num_layers
     beside_output = np.minimum(gather, output.inputs) + np.minimum(scatter, output.weights)
     forward[0, 0] += scatter
-    forward[-1, -1] += (1 + ahead) * (output.forward + losses[0] + gather)
-    forward[-1, -1] += ahead * (joining.forward + (3 * gather + scatter))
+    forward[-1, -1] += (1 + mtp_layers) * (output.forward + losses[0] + gather)
+    forward[-1, -1] += mtp_layers * (joining.forward + (3 * gather + scatter))
     backward[0, 0] += gather
-    backward[-1, -1] += ahead * (joining.backward + (2 * gather + 2 * scatter))
-    backward[-1, -1] += (1 + ahead) * (output.backward + losses[1] + (gather + scatter - beside_output))
+    backward[-1, -1] += mtp_layers * (joining.backward + (2 * gather + 2 * scatter))
+    backward[-1, -1] += (1 + mtp_layers) * (output.backward + losses[1] + (gather + scatter - beside_output))
     return Passes(
         forward=forward,
         backward=backward,
@@ -138,8 +138,8 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
 
 def _share_again(job: Job) -> np.ndarray:
     """Return the share of layers that run again as a whole, float64 [pp, vpp]; layers for MTP do with any others."""
-    layers, ahead = job.layers(), job.layers() - job.decoder_layers()
-    whole = job.recompute.whole(job.decoder_layers()) + ahead * (job.recompute.granularity == "full")
+    layers, mtp_layers = job.layers(), job.layers() - job.decoder_layers()
+    whole = job.recompute.whole(job.decoder_layers()) + mtp_layers * (job.recompute.granularity == "full")
     return whole / np.maximum(1, layers)
 
 

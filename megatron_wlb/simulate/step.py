@@ -109,11 +109,11 @@ def breakdown(step: SimulatedStep) -> Breakdown:
     """Return where the time goes; simulates again with equal micro-batches."""
     busy = float(np.mean([t.busy for t in step.timelines]))
     makespans = [t.makespan for t in step.timelines]
-    alike = float(np.mean([alike_time(step.job, [p]) for p in step.passes]))
+    even = float(np.mean([even_time(step.job, [p]) for p in step.passes]))
     return Breakdown(
         **_in_passes(step),
-        bubble=alike - busy,
-        imbalance=float(np.mean(makespans)) - alike,
+        bubble=even - busy,
+        imbalance=float(np.mean(makespans)) - even,
         dp_wait=max(makespans) - float(np.mean(makespans)),
         gradients=step.gradients,
         optimizer=step.optimizer,
@@ -156,7 +156,7 @@ def shares(step: SimulatedStep) -> dict[str, float]:
     return {name: sum(getattr(parts, part) for part in of) / step.time for name, of in TIME_SHARES.items()}
 
 
-def alike_time(job: Job, passes: Sequence[Passes]) -> float:
+def even_time(job: Job, passes: Sequence[Passes]) -> float:
     """Return the makespan of a pipeline in which every micro-batch takes the mean of `passes`."""
     count = len(passes[0].rows)
 

@@ -60,7 +60,6 @@ REFUSED = {
     "--transformer-impl local --apply-layernorm-1p": "leave one of them out",
     "--wlb-sft-skip long": "--wlb-sft-skip has no effect without --sft; give both, or neither",
     "--wlb-mock-lengths F2": "--wlb-mock-lengths has no effect without --mock-data; give both, or neither",
-    "--sft --wlb-documents whole": "and rows of --sft are whole; leave it out",
     "--window-size 128,128": "give LEFT,0",
     f"{MOE} alltoall --moe-router-load-balancing-type quantile_balancing": "divide by the experts",
 }

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron_wlb.adapter import data
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
-from megatron_wlb.plan import state, step
+from megatron_wlb.packing import state
+from megatron_wlb.plan import step
 from tests.adapter.training import ADAM, entries, train
 from tests.limits import files_up_to
 

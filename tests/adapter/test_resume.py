@@ -14,8 +14,8 @@ from megatron_wlb.adapter import plans
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.describe.refusals import REFUSED
+from megatron_wlb.packing import state
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan import state
 from tests.adapter import training
 from tests.adapter.training import (
     ADAM,

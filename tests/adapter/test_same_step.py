@@ -4,7 +4,6 @@
 """
 
 import re
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -266,19 +265,3 @@ def test_weights_trained_on_shorter_sequences(dataset, tmp_path):
 
 def digests(path):
     return re.findall(r"wlb step +(\d+) \| digest ([0-9a-f]{16})", path.read_text())
-
-
-def test_whole_documents_without_ends_are_cut(tmp_path):
-    data, log = write_inner(tmp_path / "corpus", ends=False), tmp_path / "log.jsonl"
-    flags = "--wlb-documents whole --wlb-max-tokens 1024".split()
-    assert max(max(chain(*e["lengths"])) for e in train(1, data, *flags, log=log)["log"]) == 256
-
-
-def test_whole_documents(dataset, tmp_path):
-    """A document is trained in the step of the window in which it begins, to its end or the window's length."""
-    log = train(2, dataset, "--wlb-documents", "whole", *PP2.split(), log=tmp_path / "log.jsonl")["log"]
-    again = train(1, dataset, "--wlb-documents", "whole", log=tmp_path / "again.jsonl")["log"]
-    one, two = ([sorted(chain(*e["lengths"])) for e in each] for each in (log, again))
-    assert one == two and max(one[0]) == 256
-    assert [e["loss"] for e in log] == pytest.approx([e["loss"] for e in again], rel=LOSS)
-    assert len({e["tokens"] for e in log}) == 2

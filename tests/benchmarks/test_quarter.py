@@ -19,7 +19,7 @@ from benchmarks.gpu import composed, quarter, ranks, script
 from benchmarks.gpu.quarter import DONE, FAILED, IN_VAIN, NO_TIME, OVER, Quarter, Step
 from benchmarks.step_time import Case, job_of
 from megatron_wlb.job import Parallel
-from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.simulate.step import simulate_step

@@ -114,7 +114,7 @@ def test_what_micro_batches_of_one_window_bring_is_not_credited_to_wlb(tmp_path,
 def test_a_delay_has_its_time_at_the_work_of_the_steps_of_megatron(tmp_path, lengths, data):
     words = JOB, "--wlb-packing paper --data-path", data
     found, given = analyse(tmp_path, *words, "--steps 200"), setup(*words)
-    packer = Packer(given.windows, given.job)
+    packer = Packer(given.samples, given.job)
     steps = [[each.tolist() for each in packer.next().batch.lengths] for _ in range(230)][30:]
 
     def work(micro_batches):

@@ -11,7 +11,7 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
-from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.samples import Samples, windows
 from megatron_wlb.simulate.memory import peak_bytes
@@ -81,7 +81,7 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
     def relieved(model="llama3-8b", **parallel):
         given = Job(
             model=MODELS[model], parallel=Parallel(**parallel), context_length=1 << 17, num_micro_batches=16,
-            global_batch_size=16, max_tokens=1 << 17, crossover_tokens=37_000, packing=OriginalPacking(),
+            global_batch_size=16, max_tokens=1 << 17, crossover_tokens=37_000, packing=MegatronPacking(),
             profile=load_profile("h100-fa2"),
         )  # fmt: skip
         part = windows(np.full(200, 30_000), given.context_length)

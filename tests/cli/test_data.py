@@ -37,9 +37,9 @@ def of_upstream(kind, folder, blend, split):
     return BlendedMegatronDatasetBuilder(kind, [SAMPLES, 0, 0], lambda: True, config).build()[0]
 
 
-def samples(*words, whole=False):
+def samples(*words):
     data = described(MODEL, f"--seq-length {WINDOW} --global-batch-size 2", *words).data
-    return data.samples(1234, WINDOW, SAMPLES, whole)
+    return data.samples(1234, WINDOW, SAMPLES)
 
 
 @pytest.mark.parametrize("split", ["1,0,0", "80,20,0"])
@@ -60,10 +60,8 @@ def test_a_blend_is_that_of_upstream(weights, split, prefixes, tmp_path):
 
 def test_one_dataset_has_as_many_epochs_as_samples_need(prefixes, tmp_path):
     theirs = of_upstream(GPTDataset, tmp_path, (prefixes[2:], None), "1,0,0")
-    for whole in (False, True):
-        ours = samples("--split 1 --data-path", prefixes[2], whole=whole)
-        assert len(ours) == len(theirs) >= SAMPLES and len(ours.parts[0].document_index) == len(theirs.document_index)
-        assert ours.parts[0].whole == whole
+    ours = samples("--split 1 --data-path", prefixes[2])
+    assert len(ours) == len(theirs) >= SAMPLES and len(ours.parts[0].document_index) == len(theirs.document_index)
 
 
 def test_mock_data_are_those_of_upstream(tmp_path):

@@ -78,7 +78,7 @@ def test_stages_by_hand():
     assert backward == 55 + 40
     # The first on its way for 3 before, then for all of its time and more.
     for ahead, earlier in ((3, 3), (5, 5), (9, 5)):
-        _, before = round_times((own, own), (times, times), moved, ahead=ahead)
+        _, before = round_times((own, own), (times, times), moved, prefetch=ahead)
         assert before == backward - earlier
     hidden = round_times((10 * own, 100 * own), (times, times), (moved[0] / 10, moved[1] / 10))
     assert hidden == (30 + 10 + 20, max(0.5 + 10 + 20 + 300, 0.5 + 12 + 20 + 200))
@@ -179,14 +179,14 @@ def test_the_exchange_of_keys_and_values_by_hand():
     found, row = exchange_model(given), 2 * 4096 / 2
     # Before it, gradients of the inputs of the MLP and of the output projection.
     ahead = 2 * (LLAMA2_7B.layer_weights - 3 * 4096**2) / 2 / 576e6
-    values = found.latency, found.arrive, found.leave, found.ahead
+    values = found.latency, found.arrive, found.leave, found.prefetch
     assert values == pytest.approx((latency, 2 * row * byte, 4 * row * byte, ahead))
     arrive, leave = found.times(np.array([0.0, 1000.0]))
     assert arrive == pytest.approx([0, latency + 2000 * row * byte])
     assert leave == pytest.approx([0, latency + 4000 * row * byte])
     assert exchange_model(given.sharded(cp_gradients="model")).leave == found.arrive
     again = replace(given, recompute=Recompute(granularity="selective", modules=("core_attn",)))
-    assert exchange_model(again).ahead == 0
+    assert exchange_model(again).prefetch == 0
     window = given.context_length
     exposed = 2 * (latency + window * found.arrive) + latency + window * found.leave
     assert sharding_kernel(given).exchange == pytest.approx(exposed / window)
@@ -208,7 +208,7 @@ def test_the_exchange_of_latents_by_hand():
     assert found.latency == pytest.approx(latency + 2 * NETWORK.collective("all_gather", 0, Group(size=8, stride=1)))
     assert found.arrive == pytest.approx(moved + time("all_gather", 576) + time("all_gather", 512) + expands)
     backward = moved + 2 * expands + time("reduce_scatter", 512) + time("all_gather", 512) + time("all_reduce", 64)
-    assert found.leave == pytest.approx(backward + expands + time("all_gather", 512)) and found.ahead == 0
+    assert found.leave == pytest.approx(backward + expands + time("all_gather", 512)) and found.prefetch == 0
 
 
 def test_tiles_by_hand():

@@ -13,7 +13,6 @@ REASONS = {
     "--wlb-micro-batches": "step_time.json: `ours, M = N` and `ours, auto`",
     "--wlb-max-tokens": "memory.json: activations by the longest micro-batch",
     "--wlb-memory-budget": "step_time.json, `settings.memory`: what fits a GPU",
-    "--wlb-documents": "convergence.json: whole documents",
     "--wlb-profile": "published.json: times by device and kernels",
     "--wlb-strict": "who wants no flag changed",
     "--wlb-digest": "what a step trained, against Megatron's own run",

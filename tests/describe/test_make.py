@@ -9,7 +9,7 @@ from benchmarks.step_time import CASES, LAYOUTS, REMEMBERED, job_of
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import default_max_tokens
 from megatron_wlb.job import Recompute
-from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
 
 WAYS = (

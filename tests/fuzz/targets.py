@@ -17,10 +17,10 @@ from megatron_wlb.cli import compare
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.hardware import profile
+from megatron_wlb.packing import state
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan import state
-from megatron_wlb.plan.dataset import check_index, doubts, read_index, read_lengths
+from megatron_wlb.packing.paper import PaperPacking
+from megatron_wlb.plan.dataset import check_index, read_index, read_lengths, suspicious_layout
 from megatron_wlb.plan.packer import Packer
 from rehearsal.__main__ import task_of
 from rehearsal.allowed import of_log
@@ -31,7 +31,7 @@ BIN_BYTES = 4096
 LENGTHS = (np.arange(60) * 37 % 200, np.arange(40) * 11 % 30 + 1)
 """Lengths of the documents of two datasets; a few are empty, some longer than the window."""
 DELAYING = {
-    "paper": WlbPacking(),
+    "paper": PaperPacking(),
     "adaptive": AdaptivePacking(max_delay_steps=20),
     "fixed": FixedPacking(global_batches=3),
 }
@@ -64,7 +64,7 @@ def _index(data: bytes, folder: Path) -> None:
     lengths = read_lengths(str(folder / "data"))
     index = read_index(str(folder / "data"))
     check_index(str(folder / "data"))  # refuses nothing that is sound
-    doubts(str(folder / "data"))
+    suspicious_layout(str(folder / "data"))
     require(np.array_equal(lengths, index.lengths), "both readers see the same documents")
     require((lengths >= 0).all(), "no document has a negative length")
     for begin, count in zip(index.pointers.tolist(), lengths.tolist(), strict=True):
@@ -141,7 +141,7 @@ def _log(data: bytes, folder: Path) -> None:
 
 PARSED = """data_path train_data_path data_args_path per_split_data_args_path split cp_comm_type offload_modules
 pipeline_model_parallel_layout recompute_modules wlb_packing wlb_cp_sharding wlb_cp_gradients
-wlb_micro_batches wlb_max_tokens wlb_memory_budget wlb_documents wlb_strict wlb_digest wlb_sft_skip
+wlb_micro_batches wlb_max_tokens wlb_memory_budget wlb_strict wlb_digest wlb_sft_skip
 wlb_mock_lengths""".split()
 """Arguments of a log that may be any text."""
 

@@ -32,7 +32,7 @@ def steps_of(packer):
 class Feed:
     """A Draw that gives all of its rows at the first request, however much is asked for."""
 
-    ahead = 0
+    early_tokens = 0
 
     def __init__(self, rows, *, exhausted=False):
         self._rows, self.exhausted = rows, exhausted

@@ -7,9 +7,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_wlb.packing.adaptive import arranged, placed
+from benchmarks.lengths import f2
+from megatron_wlb import MODELS, Samples, _native, windows
+from megatron_wlb.documents import PackedBatch
+from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.packing.adaptive import arranged
+from megatron_wlb.packing.place import placed, sizes
+from megatron_wlb.pipeline.timeline import cost_weights
 from megatron_wlb.plan.packer import PackedStep
-from megatron_wlb.plan.step import plan_packed
+from megatron_wlb.plan.step import plan_packed, shard_step
+from megatron_wlb.simulate.step import simulate_step
 from tests.jobs import MODEL, job, packer, samples
 from tests.packing.steps import documents, tokens
 
@@ -58,12 +65,11 @@ def test_all_documents_are_placed(lengths, layout, rounds, max_tokens):
     LAYOUTS,
     st.integers(1, 4),
     st.sampled_from([1, 3, 8]),
-    st.booleans(),
 )
-def test_a_step_has_the_pieces_of_its_own_samples(lengths, layout, rounds, windows, whole):
+def test_a_step_has_the_pieces_of_its_own_samples(lengths, layout, rounds, windows):
     lengths = [*lengths, 65]
-    given = job_on(layout, rounds, windows=windows, whole_documents=whole)
-    data, running = samples(lengths, whole=whole), packer(given, lengths)
+    given = job_on(layout, rounds, windows=windows)
+    data, running = samples(lengths), packer(given, lengths)
     for first in range(0, len(data), windows):
         step = running.next()
         own = data.pieces(first, min(first + windows, len(data)))
@@ -83,3 +89,18 @@ def test_ranks_and_micro_batches_are_balanced_by_hand():
     given, rows = replace(given, parallel=replace(given.parallel, ep=2)), documents([10, 6, 6, 6, 4, 4, 4])
     batch = arranged(rows, given)
     assert batch.ranks is None and batch.sums(batch.documents["length"]).tolist() == [10] * 4
+
+
+def test_the_largest_micro_batch_weighs_what_it_costs():
+    """With its weight where all rounds wait for it, as with a delay, steps of this job take 2 % more time."""
+    layout = {"num_micro_batches": 16, "context_length": 1 << 17, "tp": 8, "pp": 2, "vpp": 4, "dp": 2}
+    given = job(model=MODELS["llama2-7b"], profile=load_profile("h100-cudnn"), **layout)
+    drawn = Samples(parts=[windows(f2(4000, 1), 1 << 17)], context_length=1 << 17)
+    weights, times = cost_weights(given.schedule()), np.zeros(2)
+    for step in range(6):
+        documents = drawn.pieces(16 * step, 16 * step + 16)
+        lengths, batch = documents["length"], placed(documents, given, 16)
+        rows, bounds = _native.place_documents(lengths, given.work(lengths), sizes(given, 16, 2, weights))
+        other = PackedBatch(documents=documents[rows], bounds=bounds, ranks=batch.ranks)
+        times += [simulate_step(given, shard_step(given, of.lengths, of.ranks)).time for of in (batch, other)]
+    assert times[1] > 1.02 * times[0]

@@ -182,9 +182,11 @@ def test_call_sites_return_what_their_callers_check(page):
 def test_sequences_that_do_not_fit_take_few_attempts(monkeypatch):
     """The numbers of micro-batches that are tried grow by a share, and none is empty where that can be."""
     tried = []
-    made = closed._made
+    best_with = closed._best_with
     monkeypatch.setattr(
-        closed, "_made", lambda documents, job, count, equal: tried.append(count) or made(documents, job, count, equal)
+        closed,
+        "_best_with",
+        lambda documents, job, count, equal: tried.append(count) or best_with(documents, job, count, equal),
     )
     drawn, rng = 4000, np.random.default_rng(0)
     for lengths in (rng.integers(1, 60, drawn), np.full(drawn, 40), rng.integers(33, 60, drawn), np.full(drawn, 64)):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.plan import dataset
-from megatron_wlb.plan.dataset import check_index, doubts, read_index, read_lengths
+from megatron_wlb.plan.dataset import check_index, read_index, read_lengths, suspicious_layout
 
 HEADER = 34
 """Magic, version, dtype code, number of sequences, number of document boundaries."""
@@ -125,7 +125,7 @@ def test_damaged_index(tmp_path, changes, message):
     [
         ({}, []),
         ({"pointers": [0, 12, 12, 16]}, []),
-        ({"size": 999}, [r"data.bin has 999 bytes, and .*data.idx describes the first 32; build it again if it is no"]),
+        ({"size": 999}, [r"data.bin has 999 bytes, and .*data.idx describes the first 32; rebuild it unless this is"]),
         (
             {"pointers": [0, 12, 4]},
             [
@@ -141,5 +141,5 @@ def test_damaged_index(tmp_path, changes, message):
 def test_what_is_legal_and_seldom_meant_is_said_with_its_numbers(tmp_path, monkeypatch, changes, said):
     monkeypatch.setattr(dataset, "_LOOKED_AT", 1)  # in blocks
     lengths = [3, 0, 1, 4] if len(changes.get("pointers", ())) == 4 else [3, 1, 4]
-    found = doubts(write(tmp_path, **{"lengths": lengths} | changes))
+    found = suspicious_layout(write(tmp_path, **{"lengths": lengths} | changes))
     assert len(found) == len(said) and all(map(re.search, said, found))

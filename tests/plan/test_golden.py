@@ -16,8 +16,8 @@ from benchmarks.fixed import FixedPacking
 from megatron_wlb import MODELS, Packer, PlanSettings, Samples, make_job, plan_step, windows
 from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.paper import PaperPacking
 
 FILE = Path(__file__).with_name("golden.json")
 JOBS, STEPS = 200, 4
@@ -32,12 +32,12 @@ def drawn(rng):
     tp, cp, pp, dp = pick(1, 2, 8), pick(1, 2, 4, 8), pick(1, 2, 4), pick(1, 2, 4)
     vpp = pick(1, 2) if pp > 1 else 1
     window = pick(2048, 8192, 32768)
-    others = AdaptivePacking(max_delay_steps=20), WlbPacking(), OriginalPacking(), FixedPacking(global_batches=2)
+    others = AdaptivePacking(max_delay_steps=20), PaperPacking(), MegatronPacking(), FixedPacking(global_batches=2)
     packing = pick(*[AdaptivePacking()] * 6, *others)
-    whole = bool(pick(0, 0, 0, 1)) and not packing.fixed_length
+    pick(0, 0, 0, 1)  # once a flag, as below
     each = pick(pp, 2 * pp, 3 * pp + 1) if vpp == 1 else pick(pp, 2 * pp, 3 * pp)
     model = pick("550m", "llama2-7b", "llama3-8b", "deepseek-v2-lite")
-    settings = PlanSettings(profile=pick("h100-fa2", "h100-fa2", "flops"), documents="whole" if whole else "windows")
+    settings = PlanSettings(profile=pick("h100-fa2", "h100-fa2", "flops"))
     strategy = pick("auto", "auto", "hybrid", "paper", "per-document", "per-sequence")
     pick(0, 0, 1)  # once a flag: so the other draws, and the plans of jobs without it, are as they were
     sharding = Sharding(cp_sharding=strategy, cp_gradients=pick("fp32", "model"))
@@ -66,7 +66,7 @@ def drawn(rng):
         recompute=Recompute(granularity=recompute, modules=("core_attn",) if recompute == "selective" else ()),
     )
     lengths = documents(np.random.default_rng(seed), kind, window, 12 * size * window)
-    return job, Samples(parts=[windows(lengths, window, seed=seed, whole=whole)], context_length=window)
+    return job, Samples(parts=[windows(lengths, window, seed=seed)], context_length=window)
 
 
 def documents(rng, kind, window, total):

@@ -1,15 +1,17 @@
 """The packer over many steps: nothing lost between them, and a resumed run plans what the first would have planned."""
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 
 from benchmarks.fixed import FixedPacking
-from megatron_wlb.documents import DOCUMENT, PackedBatch
+from megatron_wlb.documents import DOCUMENT, PackedBatch, Policy
+from megatron_wlb.job import Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan.metrics import delays, original_work
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Rows, Samples
@@ -18,10 +20,10 @@ from tests.jobs import job, samples
 from tests.packing.steps import steps_of, tokens
 
 C = 64
-SAME_STEP = {"original": OriginalPacking(), "adaptive": AdaptivePacking(), "fixed": FixedPacking()}
+SAME_STEP = {"original": MegatronPacking(), "adaptive": AdaptivePacking(), "fixed": FixedPacking()}
 WITH_DELAY = {
     "fixed of three": FixedPacking(global_batches=3),
-    "wlb": WlbPacking(outlier_thresholds=(C // 4, C // 2)),
+    "wlb": PaperPacking(outlier_thresholds=(C // 4, C // 2)),
     "adaptive with delay": AdaptivePacking(max_delay_steps=20),
 }
 
@@ -61,12 +63,11 @@ def assert_every_token_once(steps):
 
 
 @pytest.mark.parametrize("same_step", SAME_STEP.values(), ids=SAME_STEP)
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_step_trains_its_own_samples_wherever_a_run_begins(same_step, whole):
+def test_a_step_trains_its_own_samples_wherever_a_run_begins(same_step):
     """Nothing waits: the number of samples trained is all that a run needs to go on, with any number of them a step."""
-    data = samples(*lengths(), whole=whole and same_step.name == "adaptive")
+    data = samples(*lengths())
     for first, batch in ((0, 4), (17, 4), (8, 2), (len(data) - 3, 4)):
-        described = job(packing=same_step, num_micro_batches=batch, whole_documents=data.parts[0].whole)
+        described = job(packing=same_step, num_micro_batches=batch)
         packer = Packer(data, described, first_sample=first, step=7)
         for k, step in enumerate(steps_of(packer)):
             begin = first + k * batch
@@ -117,6 +118,28 @@ def test_a_run_resumed_at_any_step_plans_the_same(with_delay):
         resumed.next()
 
 
+class Slow(Packing, Policy):
+    """Draws one sample in each of the first three steps, and then all of a step's own."""
+
+    name = "slow"
+    delays = True
+
+    def policy(self, job):
+        return self
+
+    def pack(self, step, draw):
+        rows = draw.own(C if step < 3 else None)
+        return PackedBatch(documents=rows, bounds=np.array([0, len(rows)]))
+
+
+def test_samples_that_waited_are_not_owed():
+    steps = list(itertools.islice(steps_of(packer_of(Slow())), 6))
+    assert [np.unique(step.drawn["index"] // C).tolist() for step in steps] == [
+        [0], [1], [2], [3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14],
+    ]  # fmt: skip
+    assert [step.first for step in steps] == [0, 1, 2, 3, 7, 11]
+
+
 @pytest.mark.parametrize(("before", "after"), [(32, 64), (64, 32), (32, 8)])
 def test_a_run_goes_on_with_another_global_batch_size(before, after):
     """What has been read ahead is not taken for tokens that are owed."""
@@ -125,7 +148,7 @@ def test_a_run_goes_on_with_another_global_batch_size(before, after):
     packer = jobs.packer(job(num_micro_batches=before, dp=4, pp=2, **sizes), drawn)
     for _ in range(20):
         packer.next()
-    resumed = packer.going_on(job(num_micro_batches=after, dp=4, pp=2, **sizes))
+    resumed = packer.with_job(job(num_micro_batches=after, dp=4, pp=2, **sizes))
     steps = [resumed.next() for _ in range(40)]
     assert [step.first for step in steps] == [20 * before + k * after for k in range(40)]
     trained = [step.batch.documents for step in steps]
@@ -153,7 +176,7 @@ def test_a_run_goes_on_with_other_micro_batches(with_delay, num_micro_batches, n
     packer = packer_of(with_delay)
     steps = [packer.next() for _ in range(num_steps)]
     # Other thresholds too, so that what waits changes its queue.
-    changed = WlbPacking(outlier_thresholds=(20, 40, 60)) if with_delay.name == "paper" else with_delay
+    changed = PaperPacking(outlier_thresholds=(20, 40, 60)) if with_delay.name == "paper" else with_delay
     resumed = packer_of(changed, num_micro_batches=num_micro_batches, max_tokens=2 * C)
     resumed.load_state(through_json(steps[-1].state))
     assert resumed.step == num_steps
@@ -171,16 +194,16 @@ def test_a_run_goes_on_with_other_micro_batches(with_delay, num_micro_batches, n
     ids=["packing", "window"],
 )
 def test_a_state_of_another_run_is_refused_and_changes_nothing(other, message):
-    packer, undisturbed = packer_of(WlbPacking()), packer_of(WlbPacking())
+    packer, undisturbed = packer_of(PaperPacking()), packer_of(PaperPacking())
     for _ in range(3):
         packer.next(), undisturbed.next()
     with pytest.raises(ValueError, match=message):
-        packer.load_state(jobs.packer(job(**{"packing": WlbPacking()} | other), *lengths()).next().state)
+        packer.load_state(jobs.packer(job(**{"packing": PaperPacking()} | other), *lengths()).next().state)
     assert_same_step(packer.next(), undisturbed.next())
 
 
 def test_samples_of_another_window_are_refused():
     with pytest.raises(ValueError, match="the samples have windows of 64 tokens, the job of 32; give both the same"):
-        packer_of(WlbPacking(), context_length=32)
+        packer_of(PaperPacking(), context_length=32)
     with pytest.raises(ValueError, match="first_sample is -1; it must be int >= 0"):
         Packer(jobs.samples([9] * 99), job(), first_sample=-1)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_wlb import _native
-from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
 from megatron_wlb.plan import placement as plan_placement
-from megatron_wlb.plan.placement import order, paces, place, rank_cost
+from megatron_wlb.plan.placement import critical_work, order, place, rank_cost
 from tests.jobs import job
 from tests.reference import pipeline, placement
 
@@ -104,7 +104,7 @@ def test_ranks_that_divide_experts_wait_the_least(groups, beside, rounds, pp, da
     given = job_of(work, dp, pp, ep=beside)
     rows = both(place, work, given, experts)
     assert sorted(rows.ravel()) == list(range(len(work)))
-    pace = paces(work[rows], experts[rows], given)
+    critical = critical_work(work[rows], experts[rows], given)
     for rank in range(dp):
         first = rank // beside * beside
         group = rows[first : first + beside]
@@ -112,7 +112,7 @@ def test_ranks_that_divide_experts_wait_the_least(groups, beside, rounds, pp, da
             max(int(work[i] - experts[i]) for i in slot) + sum(int(experts[i]) for i in slot) // beside
             for slot in group.T
         ]
-        assert pace[rank].tolist() == slots
+        assert critical[rank].tolist() == slots
     # Whoever holds the largest, the next largest that is not beside it, and so on is waited for.
     rest = np.sort(work - experts)[::-1]
     waited = (work - experts)[rows].reshape(groups, beside, rounds).max(axis=1)
@@ -126,14 +126,14 @@ def test_slots_are_alike_where_ranks_divide_experts():
     apart = place(work, dense, experts)
     assert apart.tolist() == [[0, 3], [1, 2]]
     shared = job_of(work, 2, 4, ep=2)
-    assert paces(work[apart], experts[apart], shared).tolist() == [[15, 15]] * 2
+    assert critical_work(work[apart], experts[apart], shared).tolist() == [[15, 15]] * 2
     together = place(work, shared, experts)
     assert together.tolist() == [[0, 1], [2, 3]]
-    assert paces(work[together], experts[together], shared).tolist() == [[11, 11]] * 2
-    assert (paces(work[apart], experts[apart], dense) == work[apart]).all()
+    assert critical_work(work[together], experts[together], shared).tolist() == [[11, 11]] * 2
+    assert (critical_work(work[apart], experts[apart], dense) == work[apart]).all()
 
 
-@pytest.mark.parametrize("changes", [{"reorder": False}, {"packing": OriginalPacking()}])
+@pytest.mark.parametrize("changes", [{"reorder": False}, {"packing": MegatronPacking()}])
 def test_a_job_that_keeps_its_order_is_placed_round_robin(changes):
     work = np.array([9, 1, 8, 2, 7, 3])
     given = job_of(work, 2, 4, **changes)

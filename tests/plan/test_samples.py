@@ -39,15 +39,6 @@ class Stream:
             rows[place] = index, begin, length + 1
         return [(index, 0, place, offset, length, 0) for place, (index, offset, length) in rows.items()]
 
-    def documents(self, window, number):
-        """The same for whole documents."""
-        size, first = self.context_length, window * self.context_length
-        return [
-            (number * size + at, 0, place, offset, min(size, self.lengths[place] - offset), 0)
-            for at, (place, offset) in enumerate(self.tokens[first : first + size])
-            if offset % size == 0
-        ]
-
 
 @st.composite
 def streams(draw):
@@ -63,7 +54,6 @@ def streams(draw):
         shuffle_index=np.array(draw(st.permutations(range(stream.windows))), np.uint32),
         lengths=np.array(lengths, np.int32),
         context_length=context_length,
-        whole=draw(st.booleans()),
     )
     return given, stream
 
@@ -73,8 +63,7 @@ def test_pieces_are_those_of_the_stream_written_out(made, data):
     """Empty documents, documents of many windows, several epochs, any samples in any order."""
     given, stream = made
     chosen = data.draw(st.lists(st.integers(0, len(given) - 1), max_size=8))
-    expected = stream.documents if given.whole else stream.pieces
-    rows = [row for i, sample in enumerate(chosen) for row in expected(int(given.shuffle_index[sample]), i)]
+    rows = [row for i, sample in enumerate(chosen) for row in stream.pieces(int(given.shuffle_index[sample]), i)]
     assert given.pieces(np.array(chosen, np.int64)).tolist() == rows
 
 
@@ -183,10 +172,9 @@ BLEND = [LONG, LONG[:50] // 3, np.array([65, 1, 900])]
 
 
 @pytest.mark.parametrize("order", [None, lambda places: (7 * places + 3) % 150], ids=["in order", "endless"])
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("data", [BLEND[:1], BLEND], ids=["one", "blend"])
-def test_samples_are_those_of_their_parts_one_by_one(data, whole, order):
-    made = samples(*data, whole=whole)
+def test_samples_are_those_of_their_parts_one_by_one(data, order):
+    made = samples(*data)
     made = Samples(parts=made.parts, blend=made.blend, context_length=64, order=order)
     expected = []
     for place in range(len(made)):
@@ -211,12 +199,3 @@ def test_other_seeds_give_other_orders():
     for name in ("document_index", "shuffle_index"):
         one, other = (getattr(order, name) for order in orders)
         assert (one != other).mean() > 0.9 and sorted(one) == sorted(other)
-
-
-def test_an_epoch_of_whole_documents_has_each_once():
-    made = samples(LONG, whole=True)
-    rows, lengths = made.pieces(0, len(made)), LONG[made.parts[0].document_index]
-    rows.sort(order=["document", "offset"])
-    pieces = [(k, cut, min(64, n - cut)) for k, n in enumerate(lengths) for cut in range(0, n, 64)]
-    assert rows[["document", "offset", "length"]].tolist() == pieces[: len(rows)]
-    assert sum(length for _, _, length in pieces[len(rows) :]) <= 64

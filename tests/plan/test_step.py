@@ -15,12 +15,14 @@ import pytest
 from megatron_wlb import Planner, plan_step
 from megatron_wlb.documents import document_work
 from megatron_wlb.packing import POLICIES
-from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.adaptive import AdaptivePacking, arranged
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.metrics import delays
+from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import PLAN_AHEAD, plan_packed, shard_step, step_cost
 from megatron_wlb.sharding import select
 from tests.jobs import MODEL, job, packer
+from tests.packing.steps import documents
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
 
@@ -54,18 +56,22 @@ def test_a_plan_is_packed_placed_and_sharded(packing, experts):
         assert sorted(i for m in chain(*of_ranks) for i in m["index"]) == sorted(batch.documents["index"])
         work = np.array([[document_work(m["length"], 32).sum() for m in rank] for rank in of_ranks])
         tokens = np.array([[m["length"].sum() for m in rank] for rank in of_ranks])
-        paces = placement.paces(work, tokens * described.expert_crossover_tokens, described)
-        assert all(placement.order(pace, described).tolist() == [0, 1, 2, 3] for pace in paces), "the best comes first"
-        assert step_cost(batch, described) == placement.rank_cost(paces, described).max()
+        critical = placement.critical_work(work, tokens * described.expert_crossover_tokens, described)
+        assert all(placement.order(each, described).tolist() == [0, 1, 2, 3] for each in critical), (
+            "the best comes first"
+        )
+        assert step_cost(batch, described) == placement.rank_cost(critical, described).max()
         for plan, row in zip(plans, shard_step(described, packed.batch.lengths, packed.batch.ranks), strict=True):
             assert [m.shards.lengths.tolist() for m in plan.micro_batches] == [s.lengths.tolist() for s in row]
 
 
 def test_a_step_may_have_another_number_of_micro_batches():
     """More where documents do not fit, fewer for fewer documents if every rank has one; what depends on it follows."""
-    described = job(num_micro_batches=4, max_tokens=64, whole_documents=True, pp=2, dp=2)
-    for given, count in (([50] * 6, 6), ([64, 64, 1], 2), ([65], 4)):
-        packed = packer(described, given, seed=None).next()
+    described = job(num_micro_batches=4, max_tokens=64, pp=2, dp=2)
+    for given, count in (([50] * 6, 6), ([64, 64], 2), ([64], 4)):
+        rows = documents(given)
+        batch = arranged(rows, described)
+        packed = PackedStep(step=0, batch=batch, drawn=rows, first=0, position={}, waiting={})
         plans = [plan_packed(packed, described, rank) for rank in range(2)]
         assert [len(plan.micro_batches) for plan in plans] == [len(packed.batch) // 2] * 2 == [count // 2] * 2
         assert sum(m.tokens for plan in plans for m in plan.micro_batches) == packed.batch.documents["length"].sum()
@@ -208,7 +214,7 @@ def test_what_ranks_do_otherwise_is_in_their_digest(monkeypatch):
     described, shard = job(cp=2, num_micro_batches=4), select.shard
     before = plan_step(packer_of(described), described)
     for module, name, other in (
-        (placement, "order", lambda pace, job: np.arange(len(pace))[::-1]),
+        (placement, "order", lambda work, job: np.arange(len(work))[::-1]),
         (select, "shard", lambda lengths, job: shard(lengths, job.sharded(cp_sharding="per-document"))),
     ):
         with monkeypatch.context() as patch:

@@ -67,8 +67,8 @@ def times(
         return before, (float(before[0].max()), float(before[1].max()))
     each = [np.stack(direction) for direction in zip(*map(kernels, during), strict=True)]
     moved = costs.exchange.times(np.array([load.rows.max() for load in during]))
-    ahead = costs.exchange.ahead * int(held.lengths.sum() // held.cp)
-    forward, backward = round_times(before, each, moved, ahead=ahead)
+    prefetch = costs.exchange.prefetch * int(held.lengths.sum() // held.cp)
+    forward, backward = round_times(before, each, moved, prefetch=prefetch)
     busy = [first + rounds.sum(axis=0) for first, rounds in zip(before, each, strict=True)]
     return busy, (float(forward), float(backward))
 
@@ -120,7 +120,7 @@ class Loads:
 
 
 def round_times(
-    own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, ahead: float = 0.0
+    own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, prefetch: float = 0.0
 ) -> Directions:
     """Return us of attention in rounds, forward and backward, float64 [...] each.
 
@@ -132,7 +132,7 @@ def round_times(
         own: forward and backward time of documents that are whole on a rank, float64 [..., cp] each.
         times: forward and backward time of every round with an exchange, float64 [..., rounds, cp] each.
         moved: times in which K and V arrive and gradients leave, float64 [..., rounds] each.
-        ahead: time in us by which backward's first K and V are prefetched.
+        prefetch: time in us by which backward's first K and V are prefetched.
     """
     arrive, leave = (np.moveaxis(each, -1, 0) for each in moved)
     forward, backward = (np.moveaxis(each, -2, 0) for each in times)
@@ -145,7 +145,7 @@ def round_times(
         free = begin + took
     done = free.max(axis=-1)
 
-    here = channel = np.maximum(arrive[0] - ahead, 0)
+    here = channel = np.maximum(arrive[0] - prefetch, 0)
     free, last = np.zeros_like(free), np.zeros_like(here)
     for i, took in enumerate(backward):
         begin = np.maximum(free, here[..., None])

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_wlb import __version__
-from megatron_wlb.cli.analyze.setup import DELAY, MEGATRON, WARM_UP, Megatron, Setup, schemes
+from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
 from megatron_wlb.describe.alternatives import gib, layout_flags
 from megatron_wlb.describe.price import SIMULATED, prices
 from megatron_wlb.hardware.network import NETWORKS
 from megatron_wlb.hardware.profile import Profile, generations, gpu_of, load_profile, profile_file
 from megatron_wlb.job import Job
-from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import ALIKE
 from megatron_wlb.settings import flag_with_value
@@ -192,7 +192,7 @@ class Others(NamedTuple):
         job = self.setup.delayed
         if job is None or (faster := self._faster(job, CLOSE)) is None:
             return None
-        flag = flag_with_value("packing", DELAY)
+        flag = flag_with_value("packing", job.packing)
         return {"flag": flag, "num_micro_batches": job.num_micro_batches} | faster
 
     def flags(self) -> list[dict[str, Any]]:

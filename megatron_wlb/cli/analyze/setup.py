@@ -17,9 +17,7 @@ from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.describe.price import alone
 from megatron_wlb.documents import PackedBatch, Shard, ShardPlan
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.packing import DEFAULT_POLICY
-from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.packing import DEFAULT_POLICY, policy_of
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.step import shard_step
@@ -31,8 +29,8 @@ from megatron_wlb.simulate.step import SimulatedStep, simulate_step
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
 """Schemes without --wlb: tokens attend across documents, as upstream's flags have it; or inside, each document divided
 over context-parallel ranks, as in packed sequences (THD)."""
-DELAY = AdaptivePacking(max_delay_steps=30)
-"""The delay that is tried beside the same step."""
+DELAY = 30
+"""The bound on the delay, in steps, that is tried beside the same step."""
 WARM_UP = 30
 """Steps that are packed and not counted, while queues of a scheme that delays fill."""
 SAMPLES, LEAST_STEPS, MOST_STEPS = 1 << 15, 64, 256
@@ -103,12 +101,7 @@ class Setup:
                 "number, for fewer data-parallel ranks of as many windows each"
             )
         count = job.global_batch_size * min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // job.global_batch_size))
-        self.windows = data.samples(run.arguments.seed, job.context_length, count)
-        """The samples as Megatron trains them."""
-        self.samples = self.windows
-        """The samples as --wlb trains them: those, unless documents stay whole."""
-        if job.whole_documents:
-            self.samples = data.samples(run.arguments.seed, job.context_length, count, whole=True)
+        self.samples = data.samples(run.arguments.seed, job.context_length, count)
         self.job, self.tried = self._best(job.packing)
         a, stated = run.arguments, run.launched.stated
         model, half = job.model, job.crossover_tokens
@@ -172,21 +165,21 @@ class Setup:
 
     @cached_property
     def delayed(self) -> Job | None:
-        """The job with a delay; None if it has one already, or another policy, or steps of another number of tokens."""
-        packing = self.job.packing
-        if not isinstance(packing, AdaptivePacking) or packing.delays or self.job.whole_documents or self.data.begins:
+        """The job with a delay; None if it has one already, or another policy, or rows of --sft."""
+        packing = self.job.packing.delayed(DELAY)
+        if packing is None or self.data.begins:
             return None
         with contextlib.suppress(ValueError):  # memory may not hold it
-            return self._best(DELAY)[0]
+            return self._best(packing)[0]
         return None
 
     @cached_property
     def others(self) -> dict[str, Job]:
         """Jobs with one more flag, by flag: policy, gradients of K and V, last layers."""
         job, found = self.job, {}
-        if isinstance(job.packing, WlbPacking):
+        if job.packing.most_step_tokens(job) is None:  # steps vary in tokens
             with contextlib.suppress(ValueError):  # memory may not hold it
-                found["--wlb-packing adaptive"] = self.run.job(packing=AdaptivePacking())
+                found[flag_with_value("packing", DEFAULT_POLICY)] = self.run.job(packing=policy_of(DEFAULT_POLICY))
         if job.parallel.cp > 1 and job.cp_gradient_bytes > job.bytes_per_value:
             found[flag_with_value("cp_gradients", "model")] = job.sharded(cp_gradients="model")
         rows = tile_rows(replace(self.run.arguments, tp_comm_overlap=True), job.parallel)
@@ -208,7 +201,7 @@ class Setup:
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """Yield `count` steps as a scheme would train them, after a warm-up if it delays."""
-        packer = Packer(self.samples if job.whole_documents else self.windows, job)
+        packer = Packer(self.samples, job)
         for _ in range(WARM_UP if job.packing.delays else 0):
             packer.next()
         for _ in range(count):

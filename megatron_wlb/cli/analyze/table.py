@@ -147,7 +147,7 @@ def _tokens(report: Report) -> str:
     job, late = report.setup.job, report.entries["schemes"]["ours"]["late_steps"]
     if job.packing.delays:
         return f"Tokens run {late:.2f} steps late on average."
-    return "Steps train whole documents." if job.whole_documents else "Both train the same tokens every step."
+    return "Both train the same tokens every step."
 
 
 def _least_and_most(report: Report, scheme: str, what: str = "") -> tuple[float, float]:
@@ -169,7 +169,6 @@ def facts(report: Report) -> list[str]:
         fp8_attention=report.setup.run.arguments.fp8_dot_product_attention,
         precision="bf16" if job.profile.gain(job.precision, "mlp") == (1, 0) else job.precision,
         delays=job.packing.delays,
-        whole=job.whole_documents,
         crossover=job.crossover_tokens,
         ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in ("thd", "ours")],
         device_gib=round(job.profile.memory_gib),

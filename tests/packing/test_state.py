@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_wlb.packing import state
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan import state
 from tests.jobs import job, packer
 
 JOB = job(packing=AdaptivePacking(max_delay_steps=20))

@@ -45,7 +45,7 @@ def check(state: Any) -> None:
             "release that saved it"
         )
     if state.get("digest") != _digest(state):
-        raise ValueError("the packer state is damaged: its digest is not that of its contents; resume an older one")
+        raise ValueError("the packer state is damaged: its digest does not match its contents; resume an older one")
 
 
 def _digest(state: dict[str, Any]) -> str:

@@ -12,12 +12,12 @@ from megatron_wlb.settings import integers
 LATE_STEPS = 30
 """A document that did not fit and arrived longer ago is placed before all others."""
 BACKLOG_STEPS = 2
-"""Samples wait once what did not fit would fill so many steps."""
+"""Samples wait once the documents that did not fit would fill so many steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WlbPacking(Packing):
-    """Settings of `WlbPolicy`."""
+class PaperPacking(Packing):
+    """Settings of `PaperPolicy`."""
 
     name = "paper"
     help = (
@@ -29,7 +29,7 @@ class WlbPacking(Packing):
     outlier_thresholds: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, parameter: str) -> "WlbPacking":
+    def of(cls, parameter: str) -> "PaperPacking":
         return cls(outlier_thresholds=integers(parameter)) if parameter else cls()
 
     @property
@@ -45,17 +45,17 @@ class WlbPacking(Packing):
         if thresholds[0] < 1 or list(thresholds) != sorted(set(thresholds)):
             raise ValueError("give lengths of at least 1 in increasing order, such as paper:32768,65536")
 
-    def policy(self, job: Job) -> "WlbPolicy":
+    def policy(self, job: Job) -> "PaperPolicy":
         default = tuple(sorted({max(2, quarters * job.context_length // 4) for quarters in (2, 3)}))
-        return WlbPolicy(job, default if self.outlier_thresholds is None else self.outlier_thresholds)
+        return PaperPolicy(job, default if self.outlier_thresholds is None else self.outlier_thresholds)
 
 
-class WlbPolicy:
+class PaperPolicy:
     """Micro-batches of equal work and variable length up to S_max, whole documents.
 
     Queues are checked after every document, as Algorithm 1 is indented, so none grows beyond M documents. If documents
     fit badly, steps hold less than arrives, and the algorithm alone would let the rest grow for ever. So the samples
-    wait, and the latest come first; if steps hold what arrives, both do nothing.
+    wait, and the latest come first; if steps hold all that arrives, both do nothing.
     """
 
     def __init__(self, job: Job, thresholds: tuple[int, ...]) -> None:
@@ -64,7 +64,7 @@ class WlbPolicy:
         self._remained = np.empty(0, DOCUMENT)
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
-        """Pack step `step` from what waits and the step's own samples.
+        """Pack step `step` from waiting documents and the step's own samples.
 
         At the end of the data, outliers leave their queues, the longest first, up to one a micro-batch in a step.
         """

@@ -1,4 +1,4 @@
-"""Adaptive packing with delay: nothing lost, S_max and the bound on delay kept, equal to its reference to the bit."""
+"""Adaptive packing with a delay: nothing lost, S_max and the bound kept, equal to its reference to the bit."""
 
 import math
 from dataclasses import replace
@@ -14,11 +14,13 @@ from megatron_wlb import _native
 from megatron_wlb.documents import DOCUMENT, document_work
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.delay import Limits
+from megatron_wlb.packing.place import Sizes
 from megatron_wlb.plan.metrics import imbalance
 from tests.covering import covering
 from tests.jobs import MODEL, job, packer, samples
 from tests.packing.steps import steps_of
-from tests.reference.adaptive import choose
+from tests.reference import delay, place
 
 WINDOW = 512
 LEAST_DELAY = 20
@@ -74,10 +76,10 @@ def long_tail(count):
     return np.clip(np.where(rng.random(count) < 0.03, tail, body), 1, WINDOW).astype(np.int64)
 
 
-def both(*arguments, chosen=_native.choose_adaptive, **sizes):
+def both(*arguments, released=_native.release_documents):
     """The documents of a step, in C++ and by the reference alike."""
-    fast = chosen(*arguments, **sizes)
-    for ours, theirs in zip(fast, choose(*arguments, **sizes), strict=True):
+    fast = released(*arguments)
+    for ours, theirs in zip(fast, delay.release(*arguments), strict=True):
         assert ours.dtype == theirs.dtype == np.int64
         np.testing.assert_array_equal(ours, theirs)
     return fast
@@ -114,7 +116,7 @@ def test_any_data_is_packed_once_within_bounds_and_as_by_the_reference(lengths, 
     check([*lengths, WINDOW + 1], n, s_max, delay, layout, windows)
 
 
-@patch.object(_native, "choose_adaptive", both)
+@patch.object(_native, "release_documents", both)
 def check(lengths, n, s_max, delay, layout, windows=None):
     given = described(n=n, s_max=s_max, delay=delay, layout=layout, windows=windows)
     seen = [np.empty(0, DOCUMENT)]
@@ -157,22 +159,20 @@ def test_any_step_is_as_by_the_reference(case, n, step, credit, layout):
     work = document_work(lengths, crossover)
     if work.astype(object).sum() > (1 << 62) // (total + largest):
         return
+    sizes = Sizes(n * ranks, ranks, total, largest, max_tokens)
     both(
         lengths,
         work,
         np.sort(np.arange(len(lengths)) * 7 % 20),
         step,
         credit,
-        num_micro_batches=n * ranks,
-        ranks=ranks,
-        total_weight=total,
-        largest_weight=largest,
-        unit_weight=unit,
-        max_tokens=max_tokens,
-        batch_tokens=max(1, max_tokens * 4 // 5 * n),
-        crossover_tokens=crossover,
-        max_delay_steps=20,
+        sizes,
+        Limits(unit, max(1, max_tokens * 4 // 5 * n), crossover, max_delay_steps=20),
     )
+    for ours, theirs in zip(
+        _native.place_documents(lengths, work, sizes), place.place(lengths, work, sizes), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -221,16 +221,9 @@ ARGUMENTS = {
     "arrival": np.zeros(2, np.int64),
     "step": 3,
     "credit": 0,
-    "num_micro_batches": 2,
-    "ranks": 1,
-    "total_weight": 1,
-    "largest_weight": 0,
-    "unit_weight": 1,
-    "max_tokens": 100,
-    "batch_tokens": 160,
-    "crossover_tokens": 50,
-    "max_delay_steps": 20,
 }
+SIZES = Sizes(num_micro_batches=2, ranks=1, total_weight=1, largest_weight=0, max_tokens=100)
+LIMITS = Limits(unit_weight=1, batch_tokens=160, crossover_tokens=50, max_delay_steps=20)
 
 
 LARGEST = {"max_tokens": MAX_TOKENS, "length": np.full(2, MAX_TOKENS), "work": np.array([2**62, 1])}
@@ -257,13 +250,23 @@ LARGEST = {"max_tokens": MAX_TOKENS, "length": np.full(2, MAX_TOKENS), "work": n
 )
 def test_bad_values_are_refused(changes, message):
     """Without a message, by their type."""
-    with pytest.raises(TypeError if message is None else ValueError, match=message and f"^{message}$"):
-        _native.choose_adaptive(**ARGUMENTS | changes)
+    given = ARGUMENTS | {name: changes[name] for name in ARGUMENTS if name in changes}
+    sizes, limits = (
+        of._replace(**{name: changes[name] for name in of._fields if name in changes}) for of in (SIZES, LIMITS)
+    )
+    refused = pytest.raises(
+        (TypeError, RuntimeError) if message is None else ValueError, match=message and f"^{message}$"
+    )
+    with refused:
+        _native.release_documents(**given, sizes=sizes, limits=limits)
+    if not {"arrival", "step", "credit", *LIMITS._fields} & {*changes}:
+        with refused:
+            _native.place_documents(given["length"], given["work"], sizes)
 
 
 def test_a_large_step_is_as_by_the_reference():
     lengths = np.clip(np.random.default_rng(1).lognormal(7.5, 1.5, 6_000), 1, 131_072).astype(np.int64)
-    sizes = {"total_weight": 11, "largest_weight": 55, "unit_weight": 16, "num_micro_batches": 64, "ranks": 8}
-    limits = {"max_tokens": 163_840, "batch_tokens": 64 * 131_072, "crossover_tokens": 50_000, "max_delay_steps": 20}
-    rows, bounds = both(lengths, document_work(lengths, 50_000), np.arange(6_000) // 2000, 2, 0, **sizes, **limits)
+    sizes = Sizes(num_micro_batches=64, ranks=8, total_weight=11, largest_weight=55, max_tokens=163_840)
+    limits = Limits(unit_weight=16, batch_tokens=64 * 131_072, crossover_tokens=50_000, max_delay_steps=20)
+    rows, bounds = both(lengths, document_work(lengths, 50_000), np.arange(6_000) // 2000, 2, 0, sizes, limits)
     assert 100 < len(rows) == bounds[-1]

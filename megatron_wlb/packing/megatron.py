@@ -10,14 +10,14 @@ from megatron_wlb.pipeline.schedule import nearest_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OriginalPacking(Packing):
+class MegatronPacking(Packing):
     name = "megatron"
     help = "Megatron's own windows in its order, one a micro-batch."
     keeps_order = True
     fixed_length = True
 
-    def policy(self, job: Job) -> "OriginalPolicy":
-        return OriginalPolicy(job)
+    def policy(self, job: Job) -> "MegatronPolicy":
+        return MegatronPolicy(job)
 
 
 def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
@@ -35,8 +35,7 @@ def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
         num_micro_batches=job.global_batch_size,
         max_tokens=job.context_length,
         parallel=replace(parallel, group_size=group),
-        packing=OriginalPacking(),
-        whole_documents=False,
+        packing=MegatronPacking(),
         reorder=False,
         overlap_transfers=False,
         tp_tile_rows=0,
@@ -44,7 +43,7 @@ def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
     )
 
 
-class OriginalPolicy(Policy):
+class MegatronPolicy(Policy):
     """A micro-batch for each sample of the step."""
 
     def __init__(self, job: Job) -> None:
