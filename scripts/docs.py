@@ -14,7 +14,10 @@ from benchmarks.convergence_report import page
 from benchmarks.paper import report
 from benchmarks.results import Row
 from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER
+from megatron_wlb.describe.adapt import ADAPTATIONS, said
+from megatron_wlb.describe.arguments import Refused, flag_of, rows
 from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.refusals import RULES
 
 ROOT = Path(__file__).parents[1]
 OFF = math.log(1.15)
@@ -32,6 +35,9 @@ def pages() -> dict[Path, str]:
     parts = (
         ("README", "equal memory", equal_memory()),
         ("docs/flags", "flags", flags()),
+        ("docs/training", "set", changed(priced=False)),
+        ("docs/training", "switched off", changed(priced=True)),
+        ("docs/training", "refused", refused()),
         ("docs/performance", "equal memory", equal_memory()),
         ("docs/performance", "published", published(by_publication=False)),
         ("docs/convergence", "results", convergence()),
@@ -68,6 +74,32 @@ def flags() -> str:
         text += " Switch, off unless given." if action.nargs == 0 else f" One of {choices}." if choices else ""
         sections.append(f"### `{action.option_strings[0]}`\n\n{text}{default}{value}\n")
     return "\n".join(["", *sections, ""])
+
+
+def changed(*, priced: bool) -> str:
+    """The flags that `--wlb` sets for no price, or switches off for one, and the reasons."""
+    lines = []
+    for each in ADAPTATIONS:
+        if bool(each.price) == priced:
+            values = [(name, value, value is False or value == "none" or None) for name, value in each.values.items()]
+            flags = ", ".join(f"`{said(*value)}`" for value in values if value[1] != [])
+            lines.append([flags, _with_flags(each.reason), *([each.price] if priced else [])])
+    return _table(["switched off", "since", "price"] if priced else ["set", "since"], lines)
+
+
+def refused() -> str:
+    """What `--wlb` refuses of Megatron's flags, and what to do instead."""
+    found: dict[str, list[str]] = {}
+    for name, row in rows(Refused):
+        found.setdefault(row.reason, []).append(flag_of(name))
+    sentences = [f"{' or '.join(flags)} {reason.replace('{}', '…')}" for reason, flags in found.items()]
+    texts = [sentence.rpartition("; ") for sentence in (*sentences, *RULES)]
+    return _table(["refused", "remedy"], [[_with_flags(why), _with_flags(remedy)] for why, _, remedy in texts])
+
+
+def _with_flags(text: str) -> str:
+    """Text as Markdown, flags as code."""
+    return _escaped(re.sub(r"(--[a-z][\w-]*)", r"`\1`", text))
 
 
 def equal_memory() -> str:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.cli.launch import LISTS, NOT_SIMULATED, read_command, read_flags
-from megatron_wlb.describe.arguments import flag_of
+from megatron_wlb.cli.launch import LISTS, read_command, read_flags
+from megatron_wlb.describe.arguments import Refused, flag_of, rows
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, MODEL, RUN, C, described, printed, refused, run
@@ -163,7 +163,7 @@ def test_what_training_refuses_is_to_be_taken_out(capsys):
     """By the table of training, in `describe/refusals.py`; what is not simulated is refused here already."""
     assert run(RUN, JOB, "--fim-data --rerun-mode report_stats").judged.refused == ["--fim-data", "--rerun-mode"]
     assert run(RUN, JOB, "--rerun-mode disabled --attention-backend=flash --save dir").judged.refused == []
-    for name in NOT_SIMULATED:
+    for name in [name for name, row in rows(Refused) if row.unlike]:
         refused(capsys, f"{RUN} {JOB} --{name.replace('_', '-')} 8", " cannot be simulated; give")
     assert run(RUN, JOB, "--hybrid-override-pattern", "M*M*M").arguments.num_layers == 5
     assert run(RUN, JOB, "--multi-latent-attention --window-size 64,0").judged.refused == []
