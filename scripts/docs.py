@@ -84,7 +84,7 @@ def changed(*, priced: bool) -> str:
             values = [(name, value, value is False or value == "none" or None) for name, value in each.values.items()]
             flags = ", ".join(f"`{said(*value)}`" for value in values if value[1] != [])
             lines.append([flags, _with_flags(each.reason), *([each.price] if priced else [])])
-    return _table(["switched off", "since", "price"] if priced else ["set", "since"], lines)
+    return _table(["switched off, or set in its place", "since", "price"] if priced else ["set", "since"], lines)
 
 
 def refused() -> str:
