@@ -27,7 +27,7 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import shape
-from megatron_wlb.packing.original import without_wlb
+from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.simulate.step import simulate_step

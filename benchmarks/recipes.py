@@ -33,8 +33,8 @@ from megatron.training.arguments import add_megatron_arguments, validate_args
 
 from megatron_wlb.adapter import compat, jobs, legacy
 from megatron_wlb.describe.adapt import Changes, adapt
+from megatron_wlb.describe.arguments import Refused, rows
 from megatron_wlb.describe.flags import add_wlb_arguments, given_in
-from megatron_wlb.describe.refusals import REFUSED
 
 VERDICTS = ("as given", "with settings", "something switched off", "refused")
 WRITTEN_FOR = {
@@ -96,7 +96,8 @@ class Judge:
                     raise
                 words = list(_without(words, flag[1]))
         given = {*vars(self._without_defaults.parse_known_args(words)[0]), *flags}
-        scripts = {name: True for name in (word[2:].replace("-", "_") for word in unknown) if name in REFUSED}
+        refused = {name for name, _ in rows(Refused)}
+        scripts = {name: True for name in (word[2:].replace("-", "_") for word in unknown) if name in refused}
         vars(args).update(scripts | flags)  # which scripts add to the parser
         args.seq_length = args.seq_length or 4096
         if not args.num_layers and not args.hidden_size:

@@ -32,7 +32,7 @@ from megatron_wlb.cli.main import Parser, in_one_line
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import parallel_of
-from megatron_wlb.describe.refusals import NO_INTERVAL
+from megatron_wlb.describe.refusals import refusal
 from megatron_wlb.job import Parallel
 from rehearsal.build import transformer_engine
 from rehearsal.run import chosen, rehearse, verdict
@@ -110,8 +110,8 @@ def task_of(args: argparse.Namespace, command: list[str], notes: list[str]) -> t
     if launched.is_log:  # of the last release, maybe
         stated = stated | {name: value for name, value in wlb_values(launched).items() if value is not None}
     wlb = bool(stated.get("wlb"))
-    if stated.get("log_interval") == 0:
-        raise ValueError(NO_INTERVAL)
+    if why := refusal("log_interval", stated.get("log_interval")):
+        raise ValueError(why)
     arguments = MegatronArguments.of({"world_size": launched.world_size} | stated)
     parallel = parallel_of(arguments)
     script, flags = _script(command, wlb)

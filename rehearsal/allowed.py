@@ -8,30 +8,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron_wlb.cli.launch import WEIGHT_SHARDS, usual
-from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.cli.judge import usual
+from megatron_wlb.describe.arguments import ARGUMENTS, BESIDE, DERIVED, TEXT, marked
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, shipped_profiles
 from megatron_wlb.job import Sharding
 
-HARMLESS = """accumulate_allreduce_grads_in_fp32 add_position_embedding align_grad_reduce bias_gelu_fusion
-bias_swiglu_fusion create_all_gather_group create_attention_mask_in_dataloader dataloader_inter_document_masking
-dataloader_type ddp_average_in_collective ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw
-ddp_reduce_scatter_with_fp32_accumulation disable_jit_fuser empty_unused_memory_level enable_experimental
-eod_mask_loss eval_global_batch_size eval_interval eval_micro_batch_size grad_reduce_in_bf16
-init_method_xavier_uniform log_interval lr_decay_style manual_gc manual_gc_interval max_position_embeddings
-mmap_bin_files no_persist_layer_norm num_workers openai_gelu quick_geglu relative_attention_max_distance
-relative_attention_num_buckets reset_attention_mask reset_position_ids rotary_seq_len_interpolation_factor squared_relu
-te_rng_tracker torch_fsdp2_reshard_after_forward untie_embeddings_and_output_weights use_flash_attn
-use_gloo_process_groups use_layer_wise_param_layout use_rope_scaling use_rotary_position_embeddings use_torch_fsdp2
-wlb yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int yarn_original_max_position_embeddings""".split()
-"""Arguments that neither `MegatronArguments`, settings nor upstream's configurations of a model or optimizer have."""
-FREE = """data_path train_data_path data_args_path per_split_data_args_path split cp_comm_type offload_modules
-pipeline_model_parallel_layout recompute_modules wlb_packing""".split()
-"""Arguments whose words are parsed, or name datasets, which are only read."""
-_DERIVED = """async_strategy encoder_num_layers encoder_seq_length end_weight_decay inference_cuda_graph_scope
-mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype start_weight_decay""".split()
-"""Arguments that upstream sets by others, which a log has where nobody gave them."""
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
 _CHANGES: dict[str, tuple[int | None, ...]] = {
     **dict.fromkeys(("os.truncate", "os.setxattr"), (None,)),
@@ -49,24 +31,18 @@ def of_log(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of a log that differ from `options` and may be taken, and the names of others.
 
-    A log may come from anybody. Known arguments are taken, as numbers, switches and what their flags in `parser` have
-    to choose from: none names a module, an address or a file but the data's.
+    A log may come from anybody. Arguments of a step are taken, as numbers, switches and what their flags in `parser`
+    have to choose from: none names a module, an address or a file but the data's.
     """
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import MLATransformerConfig
-    from megatron.training.models.gpt import GPTModelConfig
-
-    upstream = (MLATransformerConfig, GPTModelConfig, OptimizerConfig, DistributedDataParallelConfig)
     settings = (PlanSettings, RunSettings, Sharding)  # which check their words themselves
-    free = {f"wlb_{f.name}" for kind in settings for f in fields(kind)} - {"wlb_log", "wlb_profile"} | {*FREE}
-    known = {f.name for kind in (MegatronArguments, *upstream) for f in fields(kind)} - {*WEIGHT_SHARDS}
-    known |= free | {*HARMLESS, "wlb_profile"}
+    ours = {f"wlb_{f.name}" for kind in settings for f in fields(kind)} - {"wlb_log", "wlb_profile"} | {"wlb_packing"}
+    free = ours | marked(TEXT)
+    known = free | {"wlb", "wlb_profile"} | (ARGUMENTS.keys() - marked(BESIDE) - marked(DERIVED))
     choices: dict[str, dict[str, Any]] = {}
     for action in parser._actions:
         choices.setdefault(action.dest, {}).update({str(each): each for each in action.choices or ()})
     choices["wlb_profile"] = {name: name for name in (*shipped_profiles(), FLOPS_PROFILE.name)}
-    taken, left_out, settled = {}, [], {*_DERIVED, *usual(stated)}
+    taken, left_out, settled = {}, [], marked(DERIVED) | usual(stated)
     for name, value in stated.items():
         if name in settled or not hasattr(options, name) or str(value) == str(getattr(options, name)):
             continue

@@ -18,7 +18,10 @@ from benchmarks.results import Row
 from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER, Case
 from megatron_wlb.adapter import compat
 from megatron_wlb.cli.analyze.report import CLOSE
+from megatron_wlb.describe.adapt import ADAPTATIONS, said
+from megatron_wlb.describe.arguments import Refused, flag_of, rows
 from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.refusals import RULES
 from megatron_wlb.plan.mock import PROFILES
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +41,9 @@ def pages() -> dict[Path, str]:
         ("README", "equal memory", equal_memory()),
         ("docs/flags", "flags", flags()),
         ("docs/compatibility", "versions", versions()),
+        ("docs/training", "set", changed(priced=False)),
+        ("docs/training", "switched off", changed(priced=True)),
+        ("docs/training", "refused", refused()),
         ("docs/performance", "equal memory", equal_memory()),
         ("docs/performance", "documents", documents()),
         ("docs/performance", "published", published(by_publication=False)),
@@ -125,6 +131,32 @@ def versions() -> str:
             ["Megatron-Bridge", f"{bridge}, by hand", "0.7, by its source", "with a megatron-core before 0.19"],
         ],
     )
+
+
+def changed(*, priced: bool) -> str:
+    """The flags that `--wlb` sets for no price, or switches off for one, and the reasons."""
+    lines = []
+    for each in ADAPTATIONS:
+        if bool(each.price) == priced:
+            values = [(name, value, value is False or value == "none" or None) for name, value in each.values.items()]
+            flags = ", ".join(f"`{said(*value)}`" for value in values if value[1] != [])
+            lines.append([flags, _with_flags(each.reason), *([each.price] if priced else [])])
+    return _table(["switched off, or set in its place", "since", "price"] if priced else ["set", "since"], lines)
+
+
+def refused() -> str:
+    """What `--wlb` refuses of Megatron's flags, and what to do instead."""
+    found: dict[str, list[str]] = {}
+    for name, row in rows(Refused):
+        found.setdefault(row.reason, []).append(flag_of(name))
+    sentences = [f"{' or '.join(flags)} {reason.replace('{}', '…')}" for reason, flags in found.items()]
+    texts = [sentence.rpartition("; ") for sentence in (*sentences, *RULES)]
+    return _table(["refused", "remedy"], [[_with_flags(why), _with_flags(remedy)] for why, _, remedy in texts])
+
+
+def _with_flags(text: str) -> str:
+    """Text as Markdown, flags as code."""
+    return _escaped(re.sub(r"(--[a-z][\w-]*)", r"`\1`", text))
 
 
 def equal_memory() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wlb.adapter import compat
-from megatron_wlb.describe import refusals, same
+from megatron_wlb.describe import same
 from scripts import docs
 
 ROOT = Path(__file__).parents[1]
@@ -113,16 +113,6 @@ def test_the_report_that_is_shown_is_the_one_on_record():
     on_record = " ".join((ROOT / "tests" / "cli" / "reports" / "use.txt").read_text().split())
     parts = [" ".join(part.split()) for part in shown[1].split("    ...\n")]
     assert len(parts) > 3 and not [part for part in parts if part not in on_record]
-
-
-def test_every_refused_flag_is_named():
-    section = (ROOT / "docs" / "training.md").read_text().split("## What is refused")[1]
-    named = {f"--{name.replace('_', '-')}" for name in refusals.REFUSED}
-    for message in refusals._REFUSALS:
-        if re.match("--(?!wlb)", message):
-            named |= set(re.findall(r"--[a-z][\w-]+", message.split(";")[0]))  # the remedy comes after it
-    assert len(named) > 40
-    assert not {flag for flag in named - {"--seq-length"} if flag not in section}
 
 
 def test_everything_of_upstreams_that_is_replaced_has_a_row():

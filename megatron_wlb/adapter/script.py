@@ -12,8 +12,8 @@ from typing import Any
 from megatron_wlb.adapter import compat, functions, legacy
 from megatron_wlb.adapter.compat import one_line
 from megatron_wlb.describe.adapt import adapt
-from megatron_wlb.describe.flags import add_wlb_arguments, given_in
-from megatron_wlb.describe.refusals import REFUSED
+from megatron_wlb.describe.flags import add_wlb_arguments, given_in, unknown_in
+from megatron_wlb.describe.refusals import refusal
 
 _HELP = {"--help", "-h"}
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
@@ -121,7 +121,7 @@ def _parsing(original: Any, given: set[str]) -> Any:
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
         if "--wlb" in sys.argv and any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             with one_line():  # before upstream drops all flags for those of the file
-                raise ValueError(f"--wlb: --yaml-cfg {REFUSED['yaml_cfg']}")
+                raise ValueError(f"--wlb: {refusal('yaml_cfg', True)}")
         parsers = []
 
         def provider(parser: Any) -> Any:
@@ -129,12 +129,15 @@ def _parsing(original: Any, given: set[str]) -> Any:
             return parsers[0]
 
         parsed: Namespace = original(provider, ignore_unknown_args)
+        unknown = unknown_in(parsers[0], parsed)
         given.update(given_in(parsers[0]))
         if "wlb" not in given and any(name.startswith("wlb_") for name in given - {"wlb_digest"}):
             words = [word for word in sys.argv if word.startswith(("--wlb-", "--no-load-wlb"))]
             with one_line():
                 raise ValueError(f"{' '.join(words)} without --wlb; give --wlb too, or leave them out")
         if "wlb" in given and not ignore_unknown_args:  # with which upstream looks ahead for a few flags
+            if (flags := [flag for name, flag in unknown.items() if name in given]) and parsed.rank == 0:
+                print(f"> wlb: unknown to this release; trained as Megatron would: {' '.join(flags)}", flush=True)
             parsed.wlb_dataloader_type = parsed.dataloader_type
             if not parsed.use_checkpoint_args:
                 with one_line():

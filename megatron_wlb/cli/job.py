@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_wlb import files
-from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_flags, read_log
+from megatron_wlb.cli.judge import Judged, judge
+from megatron_wlb.cli.launch import Launched, read_command, read_flags, read_log
 from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import Description, precision_of

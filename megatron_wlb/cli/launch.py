@@ -6,20 +6,25 @@ import os
 import re
 import shlex
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from importlib import resources
 from typing import Any, NamedTuple
 
 import msgspec
 
 from megatron_wlb import files
-from megatron_wlb.describe import masks
-from megatron_wlb.describe.adapt import switches_off
-from megatron_wlb.describe.arguments import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
-from megatron_wlb.describe.refusals import refusals, refuses
-from megatron_wlb.describe.shape import DELTA_NETS
+from megatron_wlb.describe.arguments import (
+    FLAGS,
+    LIST,
+    SWITCHED_OFF,
+    Read,
+    Refused,
+    Simulated,
+    flag_of,
+    marked,
+    rows,
+    short,
+)
 
 MOST_BYTES = 1 << 28
 """Largest log that is read. `BLOCK` cuts a larger one."""
@@ -45,43 +50,13 @@ _TRUTH = {"true", "false"}
 _COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\(B)")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _REMEDY = "give the log of a run, as Megatron wrote it"
-_ATTENTION = "experimental_attention_variant"
-NOT_SIMULATED = {
-    _ATTENTION: "another attention",
-    "heterogeneous_layers_config_path": "layers of several kinds",
-    "yaml_cfg": "a YAML file of flags",
+KNOWN = {name for kind in (Read, Simulated) for name, _ in rows(kind)} | {
+    name for name, row in rows(Refused) if row.unlike
 }
-"""Arguments that change the prediction but are not simulated: refused, or left out on request."""
-_MATTER = {
-    **{"moe_layer_freq": (1,), "cp_comm_type": ("p2p", "allgather"), "hierarchical_context_parallel_sizes": (None,)},
-    **dict.fromkeys(("use_torch_fsdp2", "optimizer_cpu_offload"), (False,)),
-    **{"offload_optimizer_states": (False,), "num_distributed_optimizer_instances": (1,)},
-    **{"moe_expert_capacity_factor": (None,), "moe_latent_size": (None,), "min_dynamic_context_parallel_size": (1,)},
-    **dict.fromkeys(("hybrid_context_parallel", "dynamic_context_parallel"), (False,)),
-}
-"""Arguments that affect the time of a step, and are simulated only with these values."""
-_READ = {"overlap_p2p_comm_warmup_flush", "step_batch_size_schedule", *masks.READ}
-"""Arguments that `analyze` reads besides those of `MegatronArguments`."""
-_KNOWN = {*_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
-_OFF = SWITCHED_OFF | {
-    name: f"no-{name.replace('_', '-')}" for name in ("masked_softmax_fusion", "create_attention_mask_in_dataloader")
-}
-"""Arguments that are on by default, and the flags that switch them off."""
-ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "eval_micro_batch_size"} | {
-    *("dataloader_type", "moe_token_dispatcher_type", "moe_hybridep_pad_uneven_dispatch_inputs")
-}
-"""Arguments that --wlb or the recommended flags set; a log has them whether they were given or not."""
-WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
-"""Arguments that --wlb refuses, and that a log shows where nobody gave them, see `usual`."""
+"""Arguments that `analyze` reads, or has something to say of."""
 SWITCHES = {*(resources.files("megatron_wlb.cli") / "switches.txt").read_text().split()}
 """Flags of all supported versions that take no value, without their dashes."""
-LISTS = set(
-    """cp_comm_type cuda_graph_modules cuda_graph_scope data_path ddp_param_name_patterns_for_fp32_local_accumulation
-    hierarchical_context_parallel_sizes high_priority_stream_groups iterations_to_skip moe_aux_loss_coeff
-    moe_router_load_balancing_type mrope_section offload_modules profile_ranks rampup_batch_size recompute_modules
-    retriever_report_topk_accuracies rl_inference_parsers spec test_data_path tokenizer_special_tokens train_data_path
-    valid_data_path validation_set_names""".split()
-)
+LISTS = marked(LIST) | {name for name, row in rows(Read) if row.kind == tuple[str, ...] | None}
 """Arguments whose flags take several values."""
 _OTHER_MODELS = {
     "is_hybrid_model": "pretrain_mamba.py of a former release",
@@ -110,19 +85,6 @@ class Launched(NamedTuple):
     is_log: bool = False
     world_size: int | None = None
     """Number of GPUs, by the launcher's words."""
-
-
-class Judged(NamedTuple):
-    """The arguments of a run that are not simulated."""
-
-    refused: list[str]
-    """Flags that training with --wlb refuses."""
-    ignored: list[str]
-    """Flags of a command that have no effect here."""
-    left_out: list[str]
-    """What an approximate estimate leaves out."""
-    remarks: list[str]
-    """Warnings: how the run differs from what the numbers are of."""
 
 
 def read_log(name: str) -> Launched:
@@ -164,7 +126,7 @@ def arguments_of(text: str, name: str) -> Launched:
 def _renamed(found: dict[str, Any]) -> dict[str, Any]:
     """Return arguments by today's names; DeepSpeed's list of one number is that number."""
     former = found.pop("hybrid_override_pattern", None)
-    experts = {"num_experts": _alone(found["num_experts"])} if "num_experts" in found else {}
+    experts = {"num_experts": alone(found["num_experts"])} if "num_experts" in found else {}
     return found | experts | ({"hybrid_layer_pattern": former} if former else {})
 
 
@@ -191,59 +153,14 @@ def read_flags(words: Sequence[str]) -> Launched:
     """Read flags of a run. Raises ValueError for one that is not read."""
     given = {name: value for name, value in _renamed(_stated(words)).items() if value is not None}
     stated = {name: value for name, value in given.items() if not name.startswith("wlb")}
-    strange = [name for name in stated if name not in _KNOWN]
-    _refuse_misspelt(strange)
+    strange = [name for name in stated if name not in KNOWN]
+    refuse_misspelt(strange)
     if strange:
         raise ValueError(f"{flag_of(short(strange[0]))} is not read; leave it out, or give the run's command behind --")
     return Launched(stated, list(_wlb_words(given)), "flags")
 
 
-def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None, approximate: bool) -> Judged:
-    """Sort a run's arguments; known models are gated. Raises ValueError for what changes the prediction."""
-    stated, left_out = launched.stated, []
-    for name, what in NOT_SIMULATED.items():
-        if stated.get(name) in (None, False) or (name == _ATTENTION and stated[name] in DELTA_NETS):
-            continue
-        if name == "yaml_cfg" or not approximate:
-            way = "give flags" if name == "yaml_cfg" else "give --approximate for an estimate without"
-            raise ValueError(f"--{name.replace('_', '-')}: {what} cannot be simulated; {way}")
-        left_out.append(what)
-    has_experts = (arguments.num_experts or 1) > 1
-    judged = {name: value for name, value in stated.items() if name not in ADDED and not name.startswith("wlb")}
-    if launched.is_log:
-        judged = {name: value for name, value in judged.items() if name not in usual(stated)}
-    refused = [name for name, value in judged.items() if refuses(name, value, has_experts=has_experts)]
-    strange = [name for name, timed in _MATTER.items() if name in judged and _alone(judged[name]) not in timed]
-    off = [name for name, value in judged.items() if switches_off(name, value)]
-    strangers = [name for name in judged if name not in {*_KNOWN, *refused, *off}]
-    _refuse_misspelt(strangers)
-    ignored = [] if launched.is_log else strangers
-    said = {
-        "Left out, since training with --wlb refuses them: {}.": refused,
-        "Switched off by --wlb: {}.": off,
-        "Not simulated, and so without effect on these numbers: {}.": [n for n in strange if n not in refused],
-    }
-    remarks = [text.format(" ".join(map(flag_of, names))) for text, names in said.items() if names]
-    given = {name: value for name, value in (judged | asdict(arguments)).items() if name not in refused}
-    given |= {"attention_dropout": 0} | ({"swiglu": True} if model else {})
-    if launched.source == "flags":
-        given["sequence_parallel"] = True  # as is assumed
-    remarks += [f"Training with --wlb refuses this run: {why}." for why in refusals(Namespace(**given))]
-    return Judged(
-        refused=list(map(flag_of, refused)),
-        ignored=list(map(flag_of, ignored)),
-        left_out=list(dict.fromkeys(left_out)),
-        remarks=_attention(launched) + remarks,
-    )
-
-
-def usual(stated: Mapping[str, Any]) -> set[str]:
-    """Return the arguments that a log shows as TP and ETP because they were not given."""
-    shards = {stated.get("tensor_model_parallel_size", 1), stated.get("expert_tensor_parallel_size") or 1}
-    return {name for name in WEIGHT_SHARDS if stated.get(name) in shards}
-
-
-def _refuse_misspelt(names: Sequence[str]) -> None:
+def refuse_misspelt(names: Sequence[str]) -> None:
     """Raise ValueError for a name that is read but for letters of a word, or where words are divided."""
 
     def alike(name: str, known: str) -> bool:
@@ -255,24 +172,8 @@ def _refuse_misspelt(names: Sequence[str]) -> None:
         )
 
     for name in names:
-        if meant := next((known for known in sorted(_KNOWN) if alike(name, known)), None):
+        if meant := next((known for known in sorted(KNOWN) if alike(name, known)), None):
             raise ValueError(f"{flag_of(short(name))} is no flag of Megatron's; give {flag_of(meant)}, or leave it out")
-
-
-def _attention(launched: Launched) -> list[str]:
-    """Return a remark if the run's attention crosses documents."""
-    if launched.source == "flags" or launched.stated.get("wlb") or masks.masks_documents(launched.stated):
-        return []
-    ignored = ""
-    if launched.stated.get("reset_attention_mask"):
-        ignored = (
-            " --reset-attention-mask does not prevent it: TransformerEngine and the fused softmax of local layers "
-            "ignore its mask (NVIDIA/Megatron-LM#2357)."
-        )
-    return [
-        "The run lets attention cross documents; with --wlb it stays inside of them, on the same tokens every step."
-        + ignored
-    ]
 
 
 def _refuse_others(words: Sequence[str], stated: Mapping[str, Any]) -> None:
@@ -350,7 +251,7 @@ def _stated(words: Sequence[str]) -> dict[str, Any]:
     """
     _refuse_strange(words)
     names = {flag: name for name, flag in FLAGS.items()}
-    switched_off = {flag: name for name, flag in _OFF.items()}
+    switched_off = {flag: name for name, flag in SWITCHED_OFF.items()}
     given: dict[str, list[str]] = {}
     values: list[str] = []
     room = 0
@@ -392,7 +293,7 @@ def _of_no_flag(word: str) -> str:
     return f"{short(word.strip() or repr(word))} belongs to no flag{why}, and Megatron refuses it; leave it out"
 
 
-def _alone(value: Any) -> Any:
+def alone(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

@@ -5,10 +5,10 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from megatron_wlb.describe.arguments import flag_of
+from megatron_wlb.describe import same
+from megatron_wlb.describe.arguments import ONE_SIZE, Off, Set, flag_of, rows
 from megatron_wlb.describe.megatron import has_hybridep, has_user_buffers
 from megatron_wlb.describe.refusals import Lenient, dispatches
-from megatron_wlb.describe.same import said
 
 
 class _Adaptation(NamedTuple):
@@ -29,44 +29,28 @@ def _without(*names: str) -> dict[str, Any]:
     return dict.fromkeys(names, False)
 
 
-def _off(name: str, reason: str, price: str = "") -> _Adaptation:
-    return _Adaptation(_if_set(name), _without(name), reason, price)
+def _by_row(name: str, row: Set | Off) -> _Adaptation:
+    price = row.price if isinstance(row, Off) else ""
+    return _Adaptation(lambda a, given: row.when(getattr(a, name)), {name: row.value}, row.reason, price)
 
 
 _NCCLEP = "ncclep sizes its buffers by the first micro-batch, and micro-batches vary in length"
 _OF_NCCLEP = {"moe_expert_rank_capacity_factor": None} | _without("moe_ncclep_static_shape", "moe_ncclep_zero_copy")
-_ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
 _NO_OVERLAP = _without(
     "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"
 )
 _NOT_HIDDEN = "the all-to-all of experts is no longer hidden"
 
-_ADAPTATIONS = (
+ADAPTATIONS = (
     _Adaptation(
         lambda a, given: a.micro_batch_size != 1 or a.eval_micro_batch_size not in (None, 1),
         {"micro_batch_size": 1, "eval_micro_batch_size": None},
         "a micro-batch is one packed sequence; the global batch stays",
     ),
     _Adaptation(
-        lambda a, given: not a.calculate_per_token_loss,
-        {"calculate_per_token_loss": True},
-        "targets weigh as without it, in micro-batches of any length",
-    ),
-    _off("ddp_average_in_collective", "gradients are divided by tokens at the end, which gives the same"),
-    _Adaptation(
         lambda a, given: a.attention_dropout != 0 and "attention_dropout" not in given,
         {"attention_dropout": 0.0},
         "packed attention has no dropout; the default was not asked for",
-    ),
-    _Adaptation(
-        lambda a, given: a.dataloader_type not in (None, "external"),
-        {"dataloader_type": "external"},
-        "a loader of its own reads the same samples",
-    ),
-    _Adaptation(
-        _if_set("rampup_batch_size"),
-        {"rampup_batch_size": None},
-        "megatron-core ignores it from 0.19 on",
     ),
     _Adaptation(
         lambda a, given: a.multi_latent_attention and a.apply_rope_fusion,
@@ -115,11 +99,6 @@ _ADAPTATIONS = (
         _without("tp_comm_overlap"),
         "there is nothing to overlap with one tensor-parallel rank",
     ),
-    _off(
-        "moe_pad_expert_input_to_capacity",
-        "padding wants equal lengths on all ranks, and what is over the capacity is dropped without it, too",
-        "inputs of experts vary in length",
-    ),
     _Adaptation(
         lambda a, given: a.overlap_moe_expert_parallel_comm and a.hybrid_layer_pattern,
         _NO_OVERLAP,
@@ -129,7 +108,7 @@ _ADAPTATIONS = (
     _Adaptation(
         lambda a, given: a.overlap_moe_expert_parallel_comm and a.moe_ncclep_zero_copy,
         _NO_OVERLAP,
-        f"--moe-ncclep-zero-copy with it: {_ONE_SIZE}",
+        f"--moe-ncclep-zero-copy with it: {ONE_SIZE}",
         _NOT_HIDDEN,
     ),
     _Adaptation(
@@ -140,25 +119,13 @@ _ADAPTATIONS = (
         "weights and gradients are whole on every rank, and its checkpoints cannot be loaded",
     ),
     _Adaptation(
-        lambda a, given: a.ckpt_format in ("fsdp_dtensor", "torch_dcp"),
-        {"ckpt_format": "torch_dist"},
-        "the format is that of FSDP",
-    ),
-    _off(
-        "fine_grained_activation_offloading",
-        "it keeps pools of one size each, and micro-batches vary in length",
-        "what it offloads stays in GPU memory",
-    ),
-    _Adaptation(
         lambda a, given: a.defer_embedding_wgrad_compute and a.sequence_parallel,
         _without("defer_embedding_wgrad_compute"),
         "it gathers all micro-batches by the length of the first",
         "weight gradients of the output layer stay in the last stage's backward passes",
     ),
-    _off("use_ring_exchange_p2p", _ONE_SIZE, "stages exchange by ordinary sends"),
-    _off("cpu_offloading_retain_pinned_cpu_buffers", _ONE_SIZE, "host memory is pinned anew"),
-    _off("fp8_dot_product_attention", "packed attention is in bf16", "attention is not in FP8"),
-    _off("log_max_attention_logit", "packed attention does not report the largest logit", "it is not logged"),
+    *(_by_row(*each) for each in rows(Set)),
+    *(_by_row(*each) for each in rows(Off)),
 )
 
 
@@ -185,7 +152,7 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
     Call this before `refusals.check`, which then refuses what is left. Raises ValueError with all changes for
     `--wlb-strict`.
     """
-    changes = Changes(said(args), [], [])
+    changes = Changes(same.said(args), [], [])
     # What the loss of a run without --wlb depends on; a second call changes nothing of it.
     windows = args.micro_batch_size or 1
     before_wlb = {
@@ -208,7 +175,7 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
                 f"--wlb: --decrease-batch-size-if-needed trains fewer windows than --global-batch-size "
                 f"{args.global_batch_size}; give a multiple of --micro-batch-size x data-parallel ranks, {each}"
             )
-    for adaptation in _ADAPTATIONS:
+    for adaptation in ADAPTATIONS:
         before = Lenient(**vars(args))
         if not adaptation.applies(before, given):
             continue
@@ -218,7 +185,7 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
         args.wlb_before = plain | vars(args).get("wlb_before", {})  # as a log can print it
         vars(args).update(changed)
         name = next(name for name, value in changed.items() if getattr(before, name) != value)
-        line = f"{_said(name, changed[name], getattr(before, name))}: {adaptation.reason}"
+        line = f"{said(name, changed[name], getattr(before, name))}: {adaptation.reason}"
         if adaptation.price:
             changes.priced.append(f"{line}; {adaptation.price}")
         else:
@@ -235,10 +202,11 @@ def _lower_loss_scale(args: Namespace) -> Iterator[str]:
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         if (scale := getattr(args, name, None)) is not None:
             setattr(args, name, scale / 2 ** round(math.log2(tokens)))
-            yield f"{_said(name, getattr(args, name), scale)}: losses are summed over a step's tokens, not averaged"
+            yield f"{said(name, getattr(args, name), scale)}: losses are summed over a step's tokens, not averaged"
 
 
-def _said(name: str, value: Any, before: Any) -> str:
+def said(name: str, value: Any, before: Any) -> str:
+    """Return the flag that sets an argument to a value."""
     flag, off = f"--{name.replace('_', '-')}", value is False or value == "none"
     if value is True or (off and flag_of(name) != flag):
         return flag_of(name)
@@ -252,4 +220,4 @@ def _said(name: str, value: Any, before: Any) -> str:
 def switches_off(name: str, value: Any) -> bool:
     """Whether `adapt` switches an argument off at a price, whatever the others are."""
     alone = Lenient(**{name: value})
-    return any(each.price and name in each.values and each.applies(alone, ()) for each in _ADAPTATIONS)
+    return any(each.price and name in each.values and each.applies(alone, ()) for each in ADAPTATIONS)

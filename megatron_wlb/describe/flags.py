@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_wlb.describe.arguments import ARGUMENTS
 from megatron_wlb.job import MAX_TOKENS, Sharding
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.mock import PROFILES, mock_lengths
@@ -118,6 +119,20 @@ def given_in(parser: argparse.ArgumentParser, words: Sequence[str] | None = None
         action.default = argparse.SUPPRESS
     parser._defaults.clear()
     return set(vars(parser.parse_known_args(words)[0]))
+
+
+def unknown_in(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
+    """Return the arguments, and their flags, that the table of upstream's has no row for, where not at their defaults.
+
+    Call this before `given_in`.
+    """
+    return {
+        action.dest: action.option_strings[0]
+        for action in parser._actions
+        if action.dest not in ARGUMENTS
+        and not action.dest.startswith("wlb")
+        and getattr(args, action.dest, action.default) != action.default
+    }
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

@@ -6,12 +6,6 @@ from typing import Any
 
 from megatron_wlb.describe.refusals import Lenient
 
-READ = (
-    "bf16 create_attention_mask_in_dataloader dataloader_inter_document_masking fp16 masked_softmax_fusion "
-    "reset_attention_mask sft transformer_impl window_size"
-).split()
-"""Arguments that `masks_documents` reads."""
-
 
 def masks_documents(args: Namespace | Mapping[str, Any]) -> bool:
     """Return whether a run without --wlb keeps attention inside documents.

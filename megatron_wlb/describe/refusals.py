@@ -1,49 +1,17 @@
-"""Megatron's arguments that `--wlb` cannot serve, with reason and remedy."""
+"""Megatron's arguments that `--wlb` cannot serve, with reason and remedy: by the table, and by rules over several."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron_wlb.describe.arguments import ARGUMENTS, Refused, flag_of, rows
 from megatron_wlb.describe.megatron import has_linear_layers
-from megatron_wlb.describe.shape import DELTA_NETS
 from megatron_wlb.packing import policy_of
-
-_REASONS = {
-    "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
-        "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
-    ),
-    "mixes hidden states of rows that it rolls, across documents and shards; leave it out": "mtp_hsm",
-    "needs the largest logit, which packed attention does not report; leave it out": "qk_clip",
-    "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
-    "is for inference; leave it out": "cache_mla_latents",
-    "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
-        "perform_rl_step hybrid_context_parallel dynamic_context_parallel"
-    ),
-    "packs sequences by itself; leave it out": "rl_use_sequence_packing sequence_packing_scheduler use_varlen_dataset",
-    "gives documents another length as they are read, and --wlb plans by lengths; do it in the dataset": "fim_data",
-    "is not supported; give flags": "yaml_cfg",
-    "makes a model that is no GPT of Megatron-core; pre-train one": (
-        "export_kd_teacher_load export_te_mcore_model modelopt_enabled"
-    ),
-    "brings a core attention of its own, which --wlb would replace; leave it out": "use_kitchen_attention",
-    "is of a former release; give --hybrid-layer-pattern": "hybrid_override_pattern is_hybrid_model",
-    "is not supported; leave it out": (
-        "enable_mhc_connections heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json "
-        "inprocess_restart mla_down_proj_fusion result_rejected_tracker_filename"
-    ),
-}
-REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Arguments of upstream that training with --wlb cannot serve with any value, with reason and remedy."""
 
 
 def _balancing(a: Any) -> bool:
     types = a.moe_router_load_balancing_type or ()
     return bool(a.num_experts) and "quantile_balancing" in ([types] if isinstance(types, str) else types)
-
-
-def _sees_right(a: Any) -> bool:
-    """Whether attention sees later tokens; --window-size may be text."""
-    return bool(a.window_size) and str(a.window_size).strip("()[]").rpartition(",")[2].strip() != "0"
 
 
 def dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
@@ -65,11 +33,7 @@ def _mamba_heads(a: Any) -> int:
     return counted if "M" in (a.hybrid_layer_pattern or "") else 0
 
 
-NO_INTERVAL = "--log-interval is 0, by which upstream divides after the first step; give 1 or more"
-_REFUSALS: dict[str, Callable[[Any], Any]] = {
-    "--experimental-attention-variant {a.experimental_attention_variant} is not supported; give gated_delta_net": (
-        lambda a: a.experimental_attention_variant not in (None, *DELTA_NETS)
-    ),
+RULES: dict[str, Callable[[Any], Any]] = {
     (
         "--linear-num-key-heads and --linear-num-value-heads do not divide by --tensor-model-parallel-size x "
         "--context-parallel-size, and every rank computes whole heads; give fewer ranks"
@@ -81,10 +45,6 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
         "--mamba-num-heads (default: 2 x --hidden-size / --mamba-head-dim) does not divide by "
         "--tensor-model-parallel-size x --context-parallel-size, and every rank computes whole heads; give fewer ranks"
     ): lambda a: _mamba_heads(a) % _ranks(a),
-    (
-        "--hybrid-layer-pattern {a.hybrid_layer_pattern} has latent or sparse attention (+, D) or MTP layers (/); give "
-        "one of M, G, *, -, E and |"
-    ): lambda a: set(a.hybrid_layer_pattern or "") & set("+D/"),
     "--hybrid-layer-pattern with --multi-latent-attention has not been tried; leave one of them out": lambda a: (
         a.hybrid_layer_pattern and a.multi_latent_attention
     ),
@@ -93,9 +53,6 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
     ),
     "--disable-mamba-mem-eff-path has no states by document in upstream; leave it out": lambda a: (
         a.hybrid_layer_pattern and a.use_mamba_mem_eff_path is False
-    ),
-    "--linear-cp-mode chunkwise passes states along ranks in order, which shards are not in; give headwise": lambda a: (
-        a.linear_cp_mode == "chunkwise"
     ),
     "FP8 and FP4 have not been tried in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
         lambda a: has_linear_layers(a) and (a.fp8 or a.fp4)
@@ -118,7 +75,6 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
     "--wlb-mock-lengths has no effect without --mock-data; give both, or neither": lambda a: (
         a.wlb_mock_lengths is not None and not a.mock_data
     ),
-    "--seq-length is missing; give the context window": lambda a: a.seq_length is None,
     (
         "--moe-router-load-balancing-type quantile_balancing needs tokens * topk of every micro-batch to divide by the "
         "experts, and micro-batches vary in length; choose another"
@@ -137,13 +93,6 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
         and a.overlap_p2p_comm is False
         and (a.num_virtual_stages_per_pipeline_rank or a.num_layers_per_virtual_pipeline_stage)
     ),
-    "--attention-backend {a.attention_backend} runs no packed documents; give auto, flash or fused": lambda a: (
-        str(a.attention_backend).rpartition(".")[2] == "local"
-    ),
-    "--attention-dropout is {a.attention_dropout}; packed attention has none, give --attention-dropout 0": lambda a: (
-        a.attention_dropout > 0
-    ),
-    "--window-size is {a.window_size}; causal attention sees nothing to its right, give LEFT,0": _sees_right,
     (
         "--position-embedding-type yarn with --multi-latent-attention, whose layers rotate by themselves; give rope, "
         "and --rope-type yarn"
@@ -152,24 +101,15 @@ _REFUSALS: dict[str, Callable[[Any], Any]] = {
         "--multi-latent-attention with --tensor-model-parallel-size over 1 and without --sequence-parallel has "
         "gradients of latents that upstream does not sum over ranks, or twice; give --sequence-parallel"
     ): lambda a: a.multi_latent_attention and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
-    (
-        "--position-embedding-type {a.position_embedding_type} is not supported; give rope, yarn, learned_absolute or "
-        "none"
-    ): lambda a: a.position_embedding_type in ("mrope", "relative"),
     "--apply-layernorm-1p is not supported with --transformer-impl local; leave one of them out": lambda a: (
         a.transformer_impl == "local" and a.layernorm_zero_centered_gamma
     ),
-    NO_INTERVAL: lambda a: a.log_interval == 0,
-    (
-        "--rerun-mode report_stats: upstream takes the flag and fails at its start, since it calls this mode otherwise "
-        "inside; give validate_results or disabled"
-    ): lambda a: a.rerun_mode == "report_stats",
     (
         "--save and --load to object storage are not supported with delay, what waits is a file beside the checkpoint; "
         "give a folder"
     ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)) and policy_of(a.wlb_packing).delays,
 }
-"""Messages, formatted with the arguments `a`, and whether these are refused; a missing argument is None."""
+"""Messages, and whether arguments `a` are refused; a missing one is None."""
 
 
 class Lenient(Namespace):
@@ -182,12 +122,18 @@ class Lenient(Namespace):
 def refusals(args: Namespace) -> Iterator[str]:
     """Yield why `--wlb` cannot serve arguments: flag, reason and remedy."""
     given = Lenient(**vars(args))
-    for name, reason in REFUSED.items():
-        if getattr(given, name):
-            yield f"--{name.replace('_', '-')} {reason}"
-    for message, refused in _REFUSALS.items():
+    for name, _ in rows(Refused):
+        if why := refusal(name, getattr(given, name)):
+            yield why
+    for message, refused in RULES.items():
         if refused(given):
-            yield message.format(a=given)
+            yield message
+
+
+def refusal(name: str, value: Any) -> str:
+    """Return why an argument has a row that refuses this value; "" if none does."""
+    found = (row for row in ARGUMENTS[name] if isinstance(row, Refused) and row.when(value))
+    return next((f"{flag_of(name)} {row.reason.format(value)}" for row in found), "")
 
 
 def check(args: Namespace) -> None:

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from megatron_wlb.describe.arguments import Differs, rows
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.megatron import has_linear_layers
 from megatron_wlb.describe.refusals import Lenient
@@ -31,8 +32,6 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
     "states of linear layers end with the document, and without --wlb they do not here": lambda a: (
         has_linear_layers(a) and not (a.dataloader_inter_document_masking or a.sft)
     ),
-    "no attention dropout": lambda a: a.attention_dropout != 0,
-    "hidden dropout draws other numbers": lambda a: a.hidden_dropout != 0,
     "losses that balance experts are of other micro-batches (1.2 % of a small GPT's gradient, as with another "
     "--micro-batch-size)": _balances,
     "seq_aux_loss takes a micro-batch, of several samples or parts of them, for its sequence": lambda a: (
@@ -47,7 +46,6 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
         a.num_experts
         and (a.moe_input_jitter_eps or a.moe_router_force_load_balancing or a.moe_router_force_biased is not None)
     ),
-    "scales of FP8 and FP4 are of other micro-batches, as with another --micro-batch-size": lambda a: a.fp8 or a.fp4,
     "means over micro-batches are as with --context-parallel-size 1": lambda a: (
         (a.eod_mask_loss or a.sft) and (a.context_parallel_size or 1) > 1 and not a.calculate_per_token_loss
     ),
@@ -56,14 +54,14 @@ _DIFFERENCES: dict[str, Callable[[Any], Any]] = {
     "long conversations are left out": lambda a: a.sft and "long" in (a.wlb_sft_skip or ()),
     "broken rows are left out": lambda a: a.sft and "broken" in (a.wlb_sft_skip or ()),
 }
-"""Sentences, formatted with the arguments `a` before --wlb sets any, and whether they hold; a missing argument is None.
-"""
+"""Sentences, formatted with the arguments `a` before --wlb sets any, and whether they hold; a missing one is None."""
 
 
 def differences(args: Namespace) -> list[str]:
     """Return how training with `--wlb` differs from training without; [] if only in the order of sums."""
     given = Lenient(**vars(args))
-    return [text.format(a=given) for text, holds in _DIFFERENCES.items() if holds(given)]
+    found = [text.format(a=given) for text, holds in _DIFFERENCES.items() if holds(given)]
+    return [*found, *dict.fromkeys(row.how for name, row in rows(Differs) if row.when(getattr(given, name)))]
 
 
 def said(args: Namespace) -> str:

@@ -7,7 +7,7 @@ import re
 from dataclasses import fields
 from typing import Any
 
-from megatron_wlb.describe.arguments import MegatronArguments, flag_of, short
+from megatron_wlb.describe.arguments import DELTA_NETS, MegatronArguments, flag_of, short
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.model import (
     DELTA_NET,
@@ -23,8 +23,6 @@ from megatron_wlb.model import (
     mamba,
 )
 
-DELTA_NETS = ("gated_delta_net", "gdn")
-"""Variants of attention whose cost is known."""
 MOST_LAYERS = 1 << 12
 """Of a list, as long as `--num-layers` may be."""
 

@@ -21,7 +21,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron_wlb.adapter import compat, cpu, data, datasets, jobs, legacy
 from megatron_wlb.adapter.model import WlbCoreAttention, check_stack
 from megatron_wlb.adapter.training import _of_step
-from megatron_wlb.describe import refusals
+from megatron_wlb.describe.arguments import Refused, rows
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.plan.samples import windows
 from megatron_wlb.simulate.memory import DEVICE_SHARE
@@ -86,7 +86,8 @@ def test_a_hybrid_stack_with_a_core_attention_of_its_own_is_refused():
 def test_what_is_refused_if_given_at_all_is_off_by_default(parse):
     """Some of it only in other versions."""
     args = vars(parse())
-    assert {name for name in refusals.REFUSED if name in args} and not any(args.get(name) for name in refusals.REFUSED)
+    refused = {name for name, row in rows(Refused) if row.when is bool}
+    assert refused & args.keys() and not any(args.get(name) for name in refused)
 
 
 def job_of(args):

@@ -13,7 +13,7 @@ import torch
 from megatron_wlb.adapter import plans
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
-from megatron_wlb.describe.refusals import REFUSED
+from megatron_wlb.describe.arguments import ARGUMENTS, Refused
 from megatron_wlb.packing import state
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from tests.adapter import training
@@ -163,7 +163,7 @@ def test_flags_of_the_checkpoint_are_held_against_the_same_rules(dataset, tmp_pa
     load = [*ADAM, "--use-checkpoint-args", "--train-iters", "2", "--load"]
     load = ["--override-opt-param-scheduler", *load]
     with monkeypatch.context() as patched:
-        patched.setitem(REFUSED, "num_experts", "is not supported; give no experts")
+        patched.setitem(ARGUMENTS, "num_experts", (Refused("is not supported; give no experts"),))
         with pytest.raises(RuntimeError, match="give no experts; flags of the checkpoint count, too"):
             train(1, dataset, *load, str(tmp_path / "moe"))
     train(1, dataset, *load, str(tmp_path / "moe"), log=tmp_path / "moe.jsonl")  # with alltoall, not the default

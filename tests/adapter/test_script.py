@@ -1,5 +1,6 @@
 """The two ways in, as processes: a script that calls upstream itself, under `megatron_wlb.run`, and our own."""
 
+import argparse
 import contextlib
 import importlib
 import inspect
@@ -19,6 +20,7 @@ import torch
 from megatron.training import arguments
 
 from megatron_wlb.adapter import functions, legacy, script
+from megatron_wlb.describe.arguments import ARGUMENTS
 from tests.adapter.training import ALGORITHM_1, MODEL, WLB, less
 
 ROOT = Path(__file__).parents[2]
@@ -316,3 +318,35 @@ def test_memory_segments_expand_unless_the_user_says_otherwise(monkeypatch, give
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     script.before_megatron()
     assert ("PYTORCH_CUDA_ALLOC_CONF" in environment) == expands
+
+
+@pytest.mark.each_version
+def test_every_argument_of_upstreams_parser_has_a_row():
+    """In `describe/arguments.py`: a new one is judged, and listed with its group."""
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+    strange = {
+        group.title: [action.dest for action in group._group_actions if action.dest not in {*ARGUMENTS, "help"}]
+        for group in parser._action_groups
+    }
+    assert not {title: names for title, names in strange.items() if names}
+
+
+def test_an_argument_that_has_no_row_is_said_where_it_is_set(monkeypatch, capsys):
+    def parse(provider, ignore_unknown_args):
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+        parser.add_argument("--of-tomorrow", type=int, default=3)
+        parser.add_argument("--no-old-way", action="store_false", dest="old_way")
+        args = provider(parser).parse_args()
+        args.rank = 0
+        return args
+
+    monkeypatch.setattr(script, "_settle", lambda args, given: None)
+    for words, said in (
+        ("", ""),
+        ("--of-tomorrow 3", ""),
+        ("--of-tomorrow 4 --no-old-way", "--of-tomorrow --no-old-way"),
+    ):
+        monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--wlb", "--lr", "1", *words.split()])
+        script._parsing(parse, set())()
+        line = f"> wlb: unknown to this release; trained as Megatron would: {said}\n"
+        assert capsys.readouterr().out == (line if said else "")

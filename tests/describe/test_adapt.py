@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_wlb.describe.adapt import adapt, switches_off
+from megatron_wlb.describe.arguments import Off, Set, rows
 from megatron_wlb.describe.megatron import dispatcher_of
 from megatron_wlb.describe.refusals import check
 
@@ -106,6 +107,11 @@ def test_ncclep_gives_way_to_a_dispatcher_of_uneven_lengths(deep_ep, dispatcher,
     assert not any(getattr(args, name) for name in sized)
     check(args)
     assert len(adapt(args, given).lines()) == 1
+
+
+def test_every_row_that_is_set_or_switched_off_is_a_case():
+    changed = {name for case, _, _ in (*SET, *PRICED) for name in case}
+    assert changed >= {name for kind in (Set, Off) for name, _ in rows(kind)}
 
 
 def test_what_needs_no_change():

@@ -1,10 +1,14 @@
 """What training with --wlb refuses of Megatron's arguments; no version of Megatron is asked."""
 
+import ast
+import inspect
 from argparse import Namespace
 
 import pytest
 
-from megatron_wlb.describe.refusals import REFUSED, check
+from megatron_wlb.describe import adapt, masks, refusals, same
+from megatron_wlb.describe.arguments import ARGUMENTS, Refused, flag_of, rows
+from megatron_wlb.describe.refusals import check
 
 SERVED = {
     **{"seq_length": 1024, "micro_batch_size": 1, "calculate_per_token_loss": True, "attention_dropout": 0},
@@ -36,58 +40,87 @@ def test_what_is_served():
 
 
 def test_refused_if_given_at_all():
-    for name in REFUSED:
+    given = [name for name, row in rows(Refused) if row.when is bool]
+    assert len(given) > 20
+    for name in given:
         with pytest.raises(ValueError, match=f"^--wlb: --{name.replace('_', '-')} .*; (give|leave|use|pre-train|do) "):
             check(Namespace(**SERVED, **{name: [1]}))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"seq_length": None}, "--seq-length is missing; give "),
-        ({"multiple_validation_sets": True}, "upstream wants --full-validation with it; give both"),
-        ({"attention_dropout": 0.1}, "--attention-dropout is 0.1; .*give --attention-dropout 0"),
-        (MOE | {"moe_router_load_balancing_type": ["none", "quantile_balancing"]}, "divide by the experts"),
-        (MOE | {"moe_router_load_balancing_type": "quantile_balancing"}, "divide by the experts"),
-        (MOE | {"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training routes .*leave it out"),
-        (
-            FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_expert_rank_capacity_factor": 1.5},
-            "--moe-expert-rank-capacity-factor reads .*leave it out",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False, "num_virtual_stages_per_pipeline_rank": 2},
-            "leave --no-overlap-p2p-communication out",
-        ),
-        ({"attention_backend": "AttnBackend.local"}, "--attention-backend AttnBackend.local runs no packed"),
-        ({"window_size": (128, 128)}, r"--window-size is \(128, 128\); .*give LEFT,0"),
-        (LATENT | {"position_embedding_type": "yarn"}, "give rope, and --rope-type yarn"),
-        (LATENT | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
-        ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope is not supported; give rope, yarn"),
-        ({"position_embedding_type": "relative"}, "--position-embedding-type relative is not supported"),
-        ({"transformer_impl": "local", "layernorm_zero_centered_gamma": True}, "leave one of them out"),
-        ({"experimental_attention_variant": "dsa"}, "-variant dsa is not supported; give gated_delta_net"),
-        (LINEAR | {"linear_num_key_heads": 6, "context_parallel_size": 4}, "--linear-num-key-heads .*give fewer ranks"),
-        (LINEAR | {"context_parallel_size": 32}, "--linear-num-key-heads .*give fewer ranks"),
-        (LINEAR | {"linear_cp_mode": "chunkwise"}, "--linear-cp-mode chunkwise .*give headwise"),
-        (LINEAR | {"fp8": "hybrid"}, "FP8 and FP4 have not been tried .*out"),
-        (LINEAR | {"deterministic_mode": True}, "--deterministic-mode has no gated delta nets .*leave it out"),
-        (LINEAR | {"swiglu": False}, "no activation but SiLU.*; give --swiglu"),
-        ({"hybrid_layer_pattern": "MG*-"}, "no activation but SiLU.*; give --swiglu"),
-        (LINEAR | {"mtp_num_layers": 1}, "--mtp-num-layers with .*leave it out"),
-        (LINEAR | {"tensor_model_parallel_size": 2}, "gradients of norms .*give --sequence-parallel"),
-        ({"hybrid_layer_pattern": "MG", "tensor_model_parallel_size": 2}, "gradients of norms .*--sequence-parallel"),
-        ({"hybrid_layer_pattern": "M", "mamba_num_heads": 6, "context_parallel_size": 4}, "--mamba-num-heads .*fewer"),
-        ({"hybrid_layer_pattern": "M", "hidden_size": 96, "context_parallel_size": 2}, "--mamba-num-heads .*fewer"),
-        ({"hybrid_layer_pattern": "M+-"}, r"--hybrid-layer-pattern M\+- has latent .*give one of M, G"),
-        ({"hybrid_layer_pattern": "M*-/*"}, "or MTP layers .*give one of M, G"),
-        ({"hybrid_layer_pattern": "M*"} | LATENT, "--multi-latent-attention has not been tried; leave one"),
-        ({"hybrid_layer_pattern": "M*", "use_mamba_mem_eff_path": False}, "--disable-mamba-mem-eff-path .*leave it"),
-        ({"log_interval": 0}, "--log-interval is 0, .*; give 1 or more"),
-        ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
-        ({"save": "msc://bucket/run", "wlb_packing": "paper"}, "to object storage are not supported with delay"),
-        ({"load": "msc://bucket/run", "wlb_packing": "adaptive:20"}, "to object storage are not supported with delay"),
-    ],
-)
+ROWS = [
+    ({"seq_length": None}, "--seq-length is missing; give "),
+    ({"multiple_validation_sets": True}, "upstream wants --full-validation with it; give both"),
+    ({"attention_dropout": 0.1}, "--attention-dropout is 0.1; .*give --attention-dropout 0"),
+    (MOE | {"moe_router_load_balancing_type": ["none", "quantile_balancing"]}, "divide by the experts"),
+    (MOE | {"moe_router_load_balancing_type": "quantile_balancing"}, "divide by the experts"),
+    (MOE | {"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training routes .*leave it out"),
+    (
+        FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_expert_rank_capacity_factor": 1.5},
+        "--moe-expert-rank-capacity-factor reads .*leave it out",
+    ),
+    (
+        {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False, "num_virtual_stages_per_pipeline_rank": 2},
+        "leave --no-overlap-p2p-communication out",
+    ),
+    ({"attention_backend": "AttnBackend.local"}, "--attention-backend AttnBackend.local runs no packed"),
+    ({"window_size": (128, 128)}, r"--window-size is \(128, 128\); .*give LEFT,0"),
+    (LATENT | {"position_embedding_type": "yarn"}, "give rope, and --rope-type yarn"),
+    (LATENT | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
+    ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope is not supported; give rope, yarn"),
+    ({"position_embedding_type": "relative"}, "--position-embedding-type relative is not supported"),
+    ({"transformer_impl": "local", "layernorm_zero_centered_gamma": True}, "leave one of them out"),
+    ({"experimental_attention_variant": "dsa"}, "-variant dsa is not supported; give gated_delta_net"),
+    (LINEAR | {"linear_num_key_heads": 6, "context_parallel_size": 4}, "--linear-num-key-heads .*give fewer ranks"),
+    (LINEAR | {"context_parallel_size": 32}, "--linear-num-key-heads .*give fewer ranks"),
+    (LINEAR | {"linear_cp_mode": "chunkwise"}, "--linear-cp-mode chunkwise .*give headwise"),
+    (LINEAR | {"fp8": "hybrid"}, "FP8 and FP4 have not been tried .*out"),
+    (LINEAR | {"deterministic_mode": True}, "--deterministic-mode has no gated delta nets .*leave it out"),
+    (LINEAR | {"swiglu": False}, "no activation but SiLU.*; give --swiglu"),
+    ({"hybrid_layer_pattern": "MG*-"}, "no activation but SiLU.*; give --swiglu"),
+    (LINEAR | {"mtp_num_layers": 1}, "--mtp-num-layers with .*leave it out"),
+    (LINEAR | {"tensor_model_parallel_size": 2}, "gradients of norms .*give --sequence-parallel"),
+    ({"hybrid_layer_pattern": "MG", "tensor_model_parallel_size": 2}, "gradients of norms .*--sequence-parallel"),
+    ({"hybrid_layer_pattern": "M", "mamba_num_heads": 6, "context_parallel_size": 4}, "--mamba-num-heads .*fewer"),
+    ({"hybrid_layer_pattern": "M", "hidden_size": 96, "context_parallel_size": 2}, "--mamba-num-heads .*fewer"),
+    ({"hybrid_layer_pattern": "M+-"}, r"--hybrid-layer-pattern M\+- has latent .*give one of M, G"),
+    ({"hybrid_layer_pattern": "M*-/*"}, "or MTP layers .*give one of M, G"),
+    ({"hybrid_layer_pattern": "M*"} | LATENT, "--multi-latent-attention has not been tried; leave one"),
+    ({"hybrid_layer_pattern": "M*", "use_mamba_mem_eff_path": False}, "--disable-mamba-mem-eff-path .*leave it"),
+    ({"log_interval": 0}, "--log-interval is 0, .*; give 1 or more"),
+    ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
+    ({"wlb_sft_skip": ("long",)}, "--wlb-sft-skip has no effect without --sft; give both"),
+    ({"wlb_mock_lengths": "F2"}, "--wlb-mock-lengths has no effect without --mock-data; give both"),
+    ({"sft": True, "wlb_documents": "whole"}, "--wlb-documents whole is of .bin/.idx datasets.*leave it out"),
+    ({"save": "msc://bucket/run", "wlb_packing": "paper"}, "to object storage are not supported with delay"),
+    ({"load": "msc://bucket/run", "wlb_packing": "adaptive:20"}, "to object storage are not supported with delay"),
+]
+"""Arguments that a row of the table or a rule refuses, and what is said; `SERVED` are those beside them."""
+
+
+@pytest.mark.parametrize(("arguments", "message"), ROWS)
 def test_refused_for_its_value_or_beside_another(arguments, message):
     with pytest.raises(ValueError, match=f"^--wlb: .*{message}"):
         check(Namespace(**SERVED | arguments))
+
+
+def test_every_row_and_every_rule_refuses_once_and_serves_once():
+    said = [*refusals.refusals(Namespace(**SERVED))]
+    assert not said
+    for arguments, _ in ROWS:
+        said += refusals.refusals(Namespace(**SERVED | arguments))
+    valued = [(flag_of(name), row) for name, row in rows(Refused) if row.when is not bool]
+    for flag, row in valued:
+        assert any(each.startswith(flag) and each.endswith(row.reason.rpartition("; ")[2]) for each in said), flag
+    assert not [message for message in refusals.RULES if message not in said]
+
+
+@pytest.mark.parametrize("module", [adapt, masks, refusals, same])
+def test_rules_name_arguments_of_the_table(module):
+    tree = ast.parse(inspect.getsource(module))
+    named = {
+        each.attr
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in ("a", "args")
+    }
+    assert named
+    assert not [name for name in named if name not in ARGUMENTS and not name.startswith("wlb_")]
