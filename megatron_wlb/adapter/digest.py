@@ -29,21 +29,24 @@ def _signed(x: int) -> int:
     return x - (x >> 63 << 64)
 
 
+_FACTORS = [_signed(factor) for _, factor in FINALIZER]
+
+
 def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's output for states x - GOLDEN, int64, whose bits are taken for unsigned."""
+    """Return a hash of int64: SplitMix64's output for states x - GOLDEN, but by shifts that keep the sign.
+
+    They take an operation less each, and of two numbers at most with one another the same hash.
+    """
     x = x + _signed(GOLDEN)
-    for shift, factor in FINALIZER:
-        x = (x ^ _shifted(x, shift)) * _signed(factor)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    return x >> bits & (1 << 64 - bits) - 1
+    for (shift, _), factor in zip(FINALIZER, _FACTORS, strict=True):
+        x = (x ^ x >> shift) * factor
+    return x ^ x >> 31
 
 
 def _factors(weights: Tensor) -> Tensor:
-    """Return odd numbers that stand for float32 weights, int64."""
-    return _mixed(weights.view(torch.int32).long()) | 1
+    """Return numbers that stand for float32 weights, int64; 0 for 0, so that what is not trained does not count."""
+    x = weights.view(torch.int32).long() * _FACTORS[0]
+    return x ^ x >> 32
 
 
 def _keys(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -51,26 +54,10 @@ def _keys(tokens: Tensor, positions: Tensor) -> Tensor:
     return _mixed(tokens << 32 ^ positions)
 
 
-class _Rows:
-    """Hashes of rows, int64 [s] each. Without a target, `spare` rows (bool [s]) do not count: padding."""
-
-    def __init__(self, keys: Tensor, seen: Tensor, spare: Tensor) -> None:
-        """`keys`: `_keys`; `seen`: their sum over all that a row sees."""
-        self._hashes, self._spare = _mixed(keys ^ seen), spare
-
-    def given(self) -> Tensor:
-        """Return the sum over what the model is given."""
-        return _mixed(self._hashes).masked_fill(self._spare, 0).sum()
-
-    def targets(self, labels: Tensor, trained: Tensor) -> Tensor:
-        """Return hashes for the loss, without weights."""
-        hashes = torch.where(trained, _mixed(self._hashes ^ (labels + 1)), self._hashes)
-        return hashes.masked_fill(self._spare & ~trained, 0)
-
-
-def _spare(tokens: Tensor, *, sft: bool) -> Tensor:
-    """Return which rows may pad conversations: upstream's windows have more of them."""
-    return tokens == get_tokenizer().pad if sft else torch.zeros_like(tokens, dtype=torch.bool)
+def _pads(tokens: Tensor) -> Tensor:
+    """Return which rows may pad conversations, and do not count: upstream's windows have more of them."""
+    padding: Tensor = tokens == get_tokenizer().pad
+    return padding
 
 
 def _learned(args: Namespace) -> bool:
@@ -113,18 +100,21 @@ class Planned:
         assert batch.tokens is not None and batch.positions is not None and batch.padding is not None
         metadata, tokens = batch.metadata, batch.tokens[0]
         window = None if None in metadata.orders else max(filter(None, metadata.orders))
-        with self._device:
-            at = torch.arange(len(tokens)) if order is None else order(len(tokens))
+        at: Any = slice(None)
+        if order is not None:
+            with self._device:
+                at = order(len(tokens))
         keys = _keys(tokens, batch.positions if _learned(self._args) else metadata.positions[at])
-        seen = torch.empty_like(keys).index_copy_(0, at, keys)
-        seen = seen_sums(seen, metadata, self._backend.spans, window, mpu.get_context_parallel_group())[at]
-        rows = _Rows(keys, seen, batch.padding | _spare(tokens, sft=self._args.wlb_sft))
+        in_shard = keys if order is None else torch.empty_like(keys).index_copy_(0, at, keys)
+        seen = seen_sums(in_shard, metadata, self._backend.spans, window, mpu.get_context_parallel_group())[at]
+        hashes = _mixed(keys ^ seen)
         if first:
-            self.part = self.part + rows.given()
+            spare = batch.padding | _pads(tokens) if self._args.wlb_sft else batch.padding
+            self.part = self.part + hashes.masked_fill(spare, 0).sum()
 
         def trained(weights: Tensor) -> None:
             assert batch.labels is not None
-            self.part = self.part + (rows.targets(batch.labels[0], weights > 0) * _factors(weights)).sum()
+            self.part = self.part + (_mixed(hashes ^ batch.labels[0]) * _factors(weights)).sum()
 
         return trained if last else None
 
@@ -175,15 +165,13 @@ class Upstream:
         keys = _keys(tokens, batch["position_ids"] if _learned(args) else own)
         sums = torch.nn.functional.pad(keys.cumsum(-1), (1, 0))
         seen = sums[:, 1:] - sums.gather(1, first)
-        rows = _Rows(*(x.flatten() for x in (keys, seen, _spare(tokens, sft=args.sft))))
-        trained = batch["loss_mask"].flatten() > 0
-        hashes = rows.targets(batch["labels"].flatten(), trained)
-        rest = hashes.masked_fill(trained, 0).sum() * _factors(torch.zeros((), device=tokens.device))
-        self._parts.append(rows.given() + rest)
+        hashes, trained = _mixed(keys ^ seen), batch["loss_mask"] > 0
+        given = hashes.masked_fill(_pads(tokens), 0) if args.sft else hashes
+        self._parts.append(given.sum())
         # A context-parallel rank has two of so many equal pieces, of conversations or windows.
         piece = 2 * ranks * (own if args.sft else place) // (stops - begins if args.sft else tokens.shape[-1])
         rank = torch.minimum(piece, 2 * ranks - 1 - piece).flatten()
-        sums = torch.stack((hashes.masked_fill(~trained, 0), trained.long()))
+        sums = torch.stack((_mixed(hashes ^ batch["labels"]) * trained, trained)).flatten(1)
         self._means.append(torch.zeros_like(sums[:, :ranks]).index_add_(1, rank, sums))
 
     def _ended(self) -> Tensor:

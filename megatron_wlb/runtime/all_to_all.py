@@ -81,16 +81,16 @@ def seen_sums(
     total = torch.zeros_like(x)
     for part in metadata.parts_of(window):
         keys = finish(*begin(x[part.rows], part, group), part)
-        sums = torch.cat((keys.new_zeros(1), keys.cumsum(0)))
+        sums = torch.nn.functional.pad(keys.cumsum(0), (1, 0))
         for call, table in zip(part.calls, part.tables, strict=True):
             rows = torch.arange(call.rows.stop - call.rows.start, dtype=table.dtype, device=table.device)
             ends, first, stop = spans(table)
             entry = torch.searchsorted(ends, rows, right=True)
-            begins, stops = first[entry], stop[entry]
-            if part.causal:
-                stops = stops - ends[entry] + rows + 1  # aligned to the bottom right
-                begins = begins if window is None else torch.maximum(begins, stops - 1 - window)
-            total[part.rows][call.rows] += sums[stops] - sums[begins]
+            begins = first[entry]
+            stops = (stop - ends + 1)[entry] + rows if part.causal else stop[entry]  # aligned to the bottom right
+            if part.causal and window is not None:
+                begins = torch.maximum(begins, stops - 1 - window)
+            total[part.rows][call.rows].add_(sums[stops] - sums[begins])
     return total
 
 

@@ -1,11 +1,19 @@
 """`--wlb-digest`: equal training has equal digests, and whatever else the model or the loss is given has another."""
 
+from argparse import Namespace
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_wlb.adapter import data, loss, training
+from megatron_wlb.adapter import data, digest, loss, training
+from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.plan.samples import Windows
+from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding.select import divide
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.test_conversations import PACKED, WITHOUT, sft_flags
 from tests.adapter.test_same_step import EOD_MASK, GENTLE, digests
@@ -66,6 +74,46 @@ def test_conversations(prompt, tmp_path):
     path = write_chats(tmp_path / "packed.jsonl", rows)
     theirs = digested(1, path, tmp_path, *flags, wlb=False, without=WITHOUT)
     assert theirs == digested(2, path, tmp_path, *flags, *PP2.split(), without=WITHOUT)
+
+
+VIEWS = {"slice", "select", "unsqueeze", "squeeze", "view", "expand", "as_strided", "split_with_sizes", "detach"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += operation.name().partition("::")[2].partition(".")[0] not in VIEWS
+        return operation(*args, **(kwargs or {}))
+
+
+def test_it_takes_as_many_operations_as_the_page_says(monkeypatch):
+    """Of a micro-batch on one rank, which is first and last stage."""
+    backend = get_backend("cpu", "cpu", (8, 8))
+    plan = divide(np.array([30, 20, 52]), 1, "per-document", KernelModel(tile_rows=1, launch=0, tile=1, query_tile=0))
+    metadata = ShardMetadata.build(plan, 0, backend.encode, [None], False)
+    rows, weights = len(metadata.positions), torch.ones(102)
+    assert rows == len(weights)
+    args = Namespace(position_embedding_type="rope", wlb_sft=False, sft=False, num_layers=1)
+    for name in ("is_pipeline_first_stage", "is_pipeline_last_stage", "get_context_parallel_world_size"):
+        monkeypatch.setattr(digest.mpu, name, lambda **_: 1)
+    for name in ("get_tensor_model_parallel_rank", "get_context_parallel_group"):
+        monkeypatch.setattr(digest.mpu, name, lambda: 0)
+    for name, value in {"get_args": args, "get_attr_wrapped_model": None, "_window": None}.items():
+        monkeypatch.setattr(digest, name, lambda *_, value=value: value)
+    tokens = torch.zeros(1, rows, dtype=torch.long)
+    given = {"tokens": tokens, "labels": tokens, "positions": metadata.positions, "metadata": metadata}
+    planned, upstream = digest.Planned(args, backend, torch.device("cpu")), digest.Upstream()
+    batch = Namespace(**given, padding=tokens[0] > 0)
+    with Operations() as ours:
+        planned.given(batch, None, None)(weights)
+    mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
+    with Operations() as theirs:
+        upstream._add(given | {"loss_mask": weights[None], "attention_mask": mask})
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    assert f"takes {ours.count} operations of at most 24 bytes a token, {theirs.count} without" in page
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
