@@ -417,6 +417,7 @@ class _Line(msgspec.Struct):
     job: _Job
     loss: float | None = None
     device: str = ""
+    versions: dict[str, str] = {}
     predicted_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)] | None = None
     predicted: dict[str, float] | None = None
     measured: dict[str, float | None] | None = None
