@@ -7,8 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,31 +16,15 @@ from megatron_wlb.cli.trial import command, turns
 from tests.cli.analyses import JOB, analyse
 from tests.cli.commands import ROOT, refusal
 from tests.cli.stand_in import pretrain_gpt as stand_in
-from tests.jobs import job
-
-SCRIPT = str(Path(stand_in.__file__))
-STEPS, SKIP = 12, 4
-NUM_GPUS = f"--num-gpus {stand_in.GPUS}"
-HANGS_SECONDS = 600
+from tests.cli.trials import NUM_GPUS, SCRIPT, SKIP, STEPS, environment, started, stopped, words
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Where the stand-in finds what it is to do."""
-    folder = tmp_path / "told"
-    folder.mkdir()
-    of_job = job(dp=2, pp=2).to_json()
-    of_job["profile"] |= {"name": "h100-cudnn", "device": "NVIDIA H100"}
-    settings = {"TRIAL": str(folder), "JOB": json.dumps(of_job), "DEVICE": "NVIDIA H100 80GB HBM3"}
-    for name, value in settings.items():
+    for name, value in environment(tmp_path / "told").items():
         monkeypatch.setenv(name, value)
-    return folder
-
-
-def words(folder, data, own="", flags="", script=f"{sys.executable} {SCRIPT}"):
-    out = folder.parent / "out"
-    ours = f"trial --steps {STEPS} --out {out} {own} {NUM_GPUS} --"
-    return shlex.split(f"{ours} {script} {JOB} --data-path {data} --bf16 {flags}")
+    return tmp_path / "told"
 
 
 def trial(folder, data, own="", flags="", status=0):
@@ -50,12 +32,6 @@ def trial(folder, data, own="", flags="", status=0):
     html, numbers = (folder.parent / name for name in ("trial.html", "trial.json"))
     assert main(words(folder, data, f"--html {html} --json {numbers} {own}", flags)) == status
     return json.loads(numbers.read_text()), html.read_text()
-
-
-def started(folder):
-    """The words of every process."""
-    path = folder / "argv"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_a_report(folder, data, tmp_path, capsys):
@@ -163,6 +139,23 @@ def test_other_digests_are_told(folder, data, capsys):
     assert "Digests differ at 4 of 12 steps, first at step 9: there the turns did not train the same." in found["words"]
 
 
+def test_without_digests_none_are_equal(folder, data):
+    (folder / "silent").write_text("2")
+    found, _ = trial(folder, data)
+    assert "Digests are not compared: no step has one in all turns." in found["words"]
+
+
+@pytest.mark.parametrize(
+    ("data", "own", "flags", "said"), [("", "", "--mock-data", True), ("nowhere/corpus", "--mock-data", "", False)]
+)
+def test_mock_data_of_the_run_are_told(data, own, flags, said, folder):
+    """And those that stand for data which are not visible here are only predicted with."""
+    found, _ = trial(folder, data, f"--turns 1 {own}", flags)
+    assert ("measured on mock data in 1 pair of turns" in found["words"][0]) == said
+    assert found["predicted_ratio"] > 0
+    assert ("--mock-data" in started(folder)[0]) == said
+
+
 def test_without_a_profile_of_the_device_nothing_is_predicted(folder, data, monkeypatch):
     monkeypatch.setenv("DEVICE", "one thread of an x86_64 CPU")
     found, _ = trial(folder, data, "--turns 1")
@@ -190,8 +183,7 @@ def test_a_trial_begins_where_the_run_would(latest, flags, first, folder, data, 
     assert found["first"] == first
     assert f"--exit-interval {first + STEPS} " in found["command"]
     less = words(folder, data, flags=f"--load {tmp_path} {flags} --train-iters {first + STEPS - 1}")
-    (tmp_path / "out").rename(tmp_path / "before")
-    assert main(less) == 2 and not (tmp_path / "out").exists()
+    assert main(less) == 2
 
 
 def test_a_checkpoint_is_gone_on_from(folder, data, tmp_path):
@@ -229,7 +221,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(own, script, flags, m
     own = own.format(here=tmp_path)
     said = refusal(capsys, *words(folder, data, own, flags, script or f"{sys.executable} {SCRIPT}"))
     assert re.search(message, said), said
-    assert not started(folder)
+    assert not started(folder) and not (tmp_path / "out").exists()
 
 
 def test_a_trial_wants_a_command(capsys):
@@ -242,28 +234,10 @@ def test_a_load_that_says_no_iteration_is_refused(folder, data, capsys, tmp_path
     assert "with soon, which is no iteration; give --finetune" in said
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_no_process_is_left_behind(number, status, folder, data, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_process_is_left_behind(number, folder, data):
     (folder / "hangs").touch()
-    trial = subprocess.Popen([sys.executable, "-m", "megatron_wlb", *words(folder, data)], cwd=ROOT)
-    deadline = time.monotonic() + HANGS_SECONDS
-    while not (processes := folder / "processes").exists() or len(processes.read_text().split()) < 2:
-        assert trial.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    trial.send_signal(number)
-    assert trial.wait(HANGS_SECONDS) == status
-    for each in map(int, processes.read_text().split()):
-        while alive(each):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-
-def alive(process):
-    """Whether it runs; a zombie, which nobody has waited for, does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    stopped(subprocess.Popen([sys.executable, "-m", "megatron_wlb", *words(folder, data)], cwd=ROOT), number, folder)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class Plan(NamedTuple):
     """A trial that may start."""
 
     run: Run
+    mock: bool
+    """The run trains mock data."""
     words: tuple[list[str], list[str]]
     """The command of a turn without --wlb, and with it."""
     folder: Path
@@ -61,7 +63,7 @@ class Plan(NamedTuple):
 
 
 def checked(args: argparse.Namespace) -> Plan:
-    """Make the folder and the plan. Raises ValueError for all that training with --wlb would refuse."""
+    """Return the plan of a trial. Raises ValueError for all that training with --wlb would refuse."""
     if not args.launched:
         raise ValueError("no command; give behind -- what starts the run, from torchrun or srun on")
     start, flags = divided(args.launched)
@@ -76,20 +78,22 @@ def checked(args: argparse.Namespace) -> Plan:
     data_of(run.arguments, run.notes, run.run_settings)
     stated = read_command(args.launched, run.arguments.world_size).stated
     first = _first(stated)
-    end = stated.get("train_iters") or (stated.get("train_samples") or 0) // job.global_batch_size
-    if end and first + args.steps > end:
+    iterations, samples = (
+        value if isinstance(value := stated.get(name), int) else 0 for name in ("train_iters", "train_samples")
+    )
+    if (end := iterations or samples // job.global_batch_size) and first + args.steps > end:
         raise ValueError(
             f"--steps {args.steps} from iteration {first} on is over the {end} iterations of the run "
-            f"(--train-iters, --train-samples); give at most {end - first}"
+            f"(--train-iters, --train-samples); give at most {end - first}, or a longer run"
         )
     folder = Path(args.out).absolute()
+    skip = max(2, min(10, args.steps // 3))
+    mock = bool(stated.get("mock_data") and not stated.get("data_path"))
+    plan = Plan(run, mock, ([], []), folder, first, args.steps, skip)
+    plan = plan._replace(words=_both(start, flags, read_flags(args.flags).wlb, plan))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out {args.out} is there, and not empty; name another folder")
-    folder.mkdir(exist_ok=True)
-    files.check_room(str(folder), "--out")
-    skip = max(2, min(10, args.steps // 3))
-    plan = Plan(run, ([], []), folder, first, args.steps, skip)
-    return plan._replace(words=_both(start, flags, read_flags(args.flags).wlb, plan))
+    return plan
 
 
 def _both(start: list[str], flags: Sequence[str], given: Sequence[str], plan: Plan) -> tuple[list[str], list[str]]:
@@ -149,36 +153,39 @@ def _first(stated: dict[str, Any]) -> int:
 
 def shown(words: Sequence[str]) -> str:
     """Return a command to show, of values only those that are neither paths nor data."""
-    return re.sub(r"\.\.\.(?: \.\.\.)+", "...", " ".join(told for _, told in _told(words)))
+    start, flags = divided(words)
+    told = [_of_launcher(word) for word in start[:-1]] + [os.path.basename(start[-1])]
+    for group in _grouped(flags):
+        flag, equals, value = group[0].partition("=")
+        told.append(f"{flag}={_value(flag, value)}" if equals else flag)
+        told += [_value(flag, word) for word in group[1:]]
+    return re.sub(r"\.\.\.(?: \.\.\.)+", "...", " ".join(told))
 
 
 def hidden(text: str, words: Sequence[str]) -> str:
-    """Return a text without paths, and without the words of a command that `shown` leaves out."""
-    left_out = {word.partition("=")[2] or word for word, told in _told(words) if told.endswith("...")}
-    for word in sorted(left_out, key=len, reverse=True):
-        text = text.replace(word, "...") if len(word) > 2 else text
+    """Return a text without paths, and without the places and data that a command names."""
+    for group in _grouped(divided(words)[1]):
+        flag, _, value = group[0].partition("=")
+        for word in (value, *group[1:]) if _name(flag) in _PRIVATE else ():
+            text = text if _NUMBER.fullmatch(word) or len(word) < 3 else text.replace(word, "...")
     return _PATH.sub("...", text)
 
 
-def _told(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the words of a command, and how they are shown."""
-    start, flags = divided(words)
-    for word in start[:-1]:
-        name, equals, value = word.partition("=")
-        if equals and word.startswith("-"):
-            yield word, f"{name}={value if _NUMBER.fullmatch(value) else '...'}"
-        else:
-            last = os.path.basename(word)
-            yield word, last if _PROGRAM.fullmatch(last) or _NUMBER.fullmatch(word) else "..."
-    yield start[-1], os.path.basename(start[-1])
-    for group in _grouped(flags):
-        flag, equals, value = group[0].partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        yield group[0], f"{flag}={_value(name, value)}" if equals else flag
-        yield from ((word, _value(name, word)) for word in group[1:])
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
-def _value(name: str, value: str) -> str:
-    """Return the value of an argument as it is shown."""
+def _of_launcher(word: str) -> str:
+    """Return a word before the script as it is shown."""
+    name, equals, value = word.partition("=")
+    if equals and word.startswith("-"):
+        return f"{name}={value if _NUMBER.fullmatch(value) else '...'}"
+    last = os.path.basename(word)
+    return last if _PROGRAM.fullmatch(last) or _NUMBER.fullmatch(word) else "..."
+
+
+def _value(flag: str, value: str) -> str:
+    """Return a value of a flag as it is shown."""
+    name = _name(flag)
     known = (name in _TOLD or name.startswith("wlb_")) and "/" not in value
     return value if name not in _PRIVATE and (known or _NUMBER.fullmatch(value)) else "..."

@@ -68,7 +68,7 @@ def reported(args: argparse.Namespace, plan: Plan, ran: Sequence[Turn]) -> Repor
         "release": __version__,
         "device": device,
         "versions": versions,
-        "gpus": plan.run.arguments.world_size,
+        "gpus": next((turn.run.gpus for turn in ran if turn.run is not None), None),
         "first": plan.first,
         "steps": plan.steps,
         "skip": plan.skip,
@@ -90,7 +90,7 @@ def reported(args: argparse.Namespace, plan: Plan, ran: Sequence[Turn]) -> Repor
     else:
         none = " and ".join(f"{SIDES[side]} --wlb" for side in (0, 1) if not sides[side])
         tone, verdict = "loss", f"Nothing to compare: no turn {none or 'of both sides'} is left."
-    said += [*_changes(sides[1]), *_facts(plan, device, versions)]
+    said += [*_changes(sides[1]), *_facts(plan, entries)]
     words, command = plan.words[1], " ".join(plan.words[1])
     if not args.with_paths:
         said, command = [hidden(each, words) for each in said], shown(words)
@@ -137,9 +137,8 @@ def _verdict(plan: Plan, pairs: Sequence[_Pair], device: str, entries: dict[str,
     entries |= {"ratio": value, "error": error, "error_by_turns": by_turns, "error_within_turns": within}
     certain = abs(value - 1) > max(2 * error, 1e-9)
     first = f"--wlb is {'faster' if value > 1 else 'slower'}" if certain else "No difference is certain"
-    a = plan.run.arguments
-    data = " on mock data" if a.mock_data and not a.data_path else ""
-    where = f"{a.world_size} x {device}" if device else f"{a.world_size} processes"
+    data = " on mock data" if plan.mock else ""
+    where = f"{entries['gpus']} x {device or 'an unknown device'}"
     return ("gain" if value > 1 else "loss") if certain else "close", (
         f"{first}: {value:.3f} \N{PLUS-MINUS SIGN} {error:.3f} times as many tokens a second as without it, "
         f"measured{data} in {len(pairs)} pair{'s' * (len(pairs) > 1)} of turns ({where})."
@@ -172,6 +171,8 @@ def _digests(sides: Sequence[Sequence[Turn]], entries: dict[str, Any]) -> str:
     steps = sorted(set.intersection(*(set(each) for each in every)))
     other = [step for step in steps if len({each[step] for each in every}) > 1]
     entries["digests"] = {"steps": len(steps), "equal": len(steps) - len(other), "first_other": next(iter(other), None)}
+    if not steps:
+        return "Digests are not compared: no step has one in all turns."
     if other:
         return (
             f"Digests differ at {len(other):,} of {len(steps):,} steps, first at step {other[0]:,}: there the turns "
@@ -232,7 +233,7 @@ def _changes(turns: Sequence[Turn]) -> Iterator[str]:
             yield f"{text[0].upper()}{text[1:]}."
 
 
-def _facts(plan: Plan, device: str, versions: dict[str, str]) -> Iterator[str]:
+def _facts(plan: Plan, entries: dict[str, Any]) -> Iterator[str]:
     if plan.first:
         yield f"All turns begin from the checkpoint of iteration {plan.first:,}."
     else:
@@ -241,6 +242,6 @@ def _facts(plan: Plan, device: str, versions: dict[str, str]) -> Iterator[str]:
         f"A turn trains {plan.steps} steps; the first {plan.skip} are not counted. Errors are standard errors: over "
         "pairs they cover drift from turn to turn, and not other nodes or another day."
     )
-    if device:
-        names = ", ".join(f"{name} {version}" for name, version in versions.items())
-        yield f"{plan.run.arguments.world_size} x {device}; {names}."
+    if entries["device"]:
+        names = ", ".join(f"{name} {version}" for name, version in entries["versions"].items())
+        yield f"{entries['gpus']} x {entries['device']}; {names}."

@@ -50,9 +50,11 @@ class Turn(NamedTuple):
 
 
 def run_all(plan: Plan, turns: int) -> list[Turn]:
-    """Run `turns` of each side by turns. Ends what it has started if it is interrupted."""
+    """Run `turns` of each side by turns, and make the folder of their logs. If interrupted, ends the turn."""
     from rich.console import Console
 
+    plan.folder.mkdir(exist_ok=True)
+    files.check_room(str(plan.folder), "--out")
     ran = []
     with Console(stderr=True, highlight=False).status("") as status:
         for number in range(1, 2 * turns + 1):
@@ -103,7 +105,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def read(turn: Turn, returned: int, skip: int) -> Turn:
     """Read what a turn printed."""
-    text = text_of(str(turn.log))
+    try:
+        text = text_of(str(turn.log))
+    except ValueError as error:
+        return turn._replace(crash=str(error))
     if returned:
         return turn._replace(crash=f"{error_of(text)} [exit status {returned}]")
     run = None

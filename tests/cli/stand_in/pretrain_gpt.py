@@ -1,7 +1,8 @@
 """Stands in for a run: prints and logs what one would, with times, losses and digests that are known, at once.
 
 TRIAL names a folder: `argv` there gets the words of every process, a line each; `fails` has the numbers of processes
-that crash; `other` those with other digests; with `hangs` a process starts another one, and both stay.
+that crash; `other` those with other digests, `silent` those with none; with `hangs` a process starts another one, and
+both stay.
 """
 
 import json
@@ -60,8 +61,9 @@ def main():
             print("[rank0]: RuntimeError: connection closed by peer", file=sys.stderr)
             sys.exit(3)
         digest = f"{step + (step > 8 and named('other', turn)):016x}"
+        if not named("silent", turn):
+            print(f" wlb step {step:6d} | digest {digest}")
         print(
-            f" wlb step {step:6d} | digest {digest}\n"
             f" [2026-11-20 10:00:00.000000] iteration {step:8d}/    1000 | consumed samples: {WINDOWS * step:12d} | "
             f"elapsed time per iteration (ms): {1e3 * seconds(turn, step, wlb):.6f} | global batch size: {WINDOWS} | "
             f"lm loss: {loss(turn, step, wlb):.8E} | number of skipped iterations:   0 |",
