@@ -234,10 +234,14 @@ def test_a_load_that_says_no_iteration_is_refused(folder, data, capsys, tmp_path
     assert "with soon, which is no iteration; give --finetune" in said
 
 
+@pytest.mark.parametrize("launcher", ["", "-m torch.distributed.run --standalone --nproc-per-node 1"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_no_process_is_left_behind(number, folder, data):
+def test_no_process_is_left_behind(number, launcher, folder, data):
+    """Those that torchrun starts are in sessions of their own."""
     (folder / "hangs").touch()
-    stopped(subprocess.Popen([sys.executable, "-m", "megatron_wlb", *words(folder, data)], cwd=ROOT), number, folder)
+    script = f"{sys.executable} {launcher} {SCRIPT}"
+    command = [sys.executable, "-m", "megatron_wlb", *words(folder, data, script=script)]
+    stopped(subprocess.Popen(command, cwd=ROOT), number, folder)
 
 
 @pytest.mark.parametrize(
