@@ -145,6 +145,16 @@ def test_without_digests_none_are_equal(folder, data):
     assert "Digests are not compared: no step has one in all turns." in found["words"]
 
 
+@pytest.mark.parametrize(("count", "said"), [(2, True), (4, False), (6, False)])
+def test_fewer_micro_batches_are_told(count, said, folder, data, monkeypatch):
+    monkeypatch.setenv("MICRO_BATCHES", str(count))
+    monkeypatch.setenv("DEVICE", "one thread of an x86_64 CPU")
+    found, _ = trial(folder, data, "--turns 1")
+    assert found["micro_batches"] == [4, count]
+    told = f"A step has 4 micro-batches without --wlb and {count} with it, over all data-parallel ranks. A larger"
+    assert any(each.startswith(told) for each in found["words"]) == said
+
+
 @pytest.mark.parametrize(
     ("data", "own", "flags", "said"), [("", "", "--mock-data", True), ("nowhere/corpus", "--mock-data", "", False)]
 )

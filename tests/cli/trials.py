@@ -21,7 +21,8 @@ def environment(folder):
     folder.mkdir()
     of_job = job(dp=2, pp=2).to_json()
     of_job["profile"] |= {"name": "h100-cudnn", "device": "NVIDIA H100"}
-    return {"TRIAL": str(folder), "JOB": json.dumps(of_job), "DEVICE": "NVIDIA H100 80GB HBM3"}
+    settings = {"TRIAL": str(folder), "JOB": json.dumps(of_job), "DEVICE": "NVIDIA H100 80GB HBM3"}
+    return settings | {"MICRO_BATCHES": str(stand_in.WINDOWS)}
 
 
 def words(folder, data, own="", flags="", script=f"{sys.executable} {SCRIPT}"):

@@ -55,7 +55,8 @@ def reported(args: argparse.Namespace, plan: Plan, ran: Sequence[Turn]) -> Repor
     """Compare the turns of both sides, in pairs by their order."""
     sides = [[turn for turn in ran if turn.side == side and not turn.crash] for side in (0, 1)]
     said = [f"Turn {turn.number}, {SIDES[turn.side]} --wlb, crashed: {turn.crash}" for turn in ran if turn.crash]
-    device, versions = _machine(plan)
+    last = _last(plan)
+    device, versions = (last.device, last.versions) if last else ("", {})
     pairs: list[_Pair] = []
     for turns in zip(*sides, strict=False):
         with _told(said, f"Turns {turns[0].number} and {turns[1].number} do not compare"):
@@ -79,7 +80,8 @@ def reported(args: argparse.Namespace, plan: Plan, ran: Sequence[Turn]) -> Repor
     if pairs:
         tone, verdict = _verdict(plan, pairs, device, entries)
         tables.append(_table(sides, pairs, entries))
-        said = [_digests(sides, entries), _losses(sides[0], pairs, entries), *said]
+        fewer = _fewer(sides[0][-1], last, entries)
+        said = [_digests(sides, entries), _losses(sides[0], pairs, entries), *fewer, *said]
         with _told(said, "No speed-up is predicted"):
             ratio = entries["predicted_ratio"] = predicted_ratio(args, device)
             said.append(f"Predicted for {args.gpu or 'the profile'} by megatron-wlb analyze: {ratio:.3f} times.")
@@ -217,12 +219,24 @@ def predicted_ratio(args: argparse.Namespace, device: str) -> float:
     return float(run["us_per_token"] / ours["us_per_token"])
 
 
-def _machine(plan: Plan) -> tuple[str, dict[str, str]]:
-    """Return the device and the versions by the file of --wlb-log; nothing if no turn has written it."""
+def _last(plan: Plan) -> Any:
+    """Return the last line of the file of --wlb-log; None if no turn has written one."""
     with contextlib.suppress(ValueError):
-        last = compare.read_step_log(str(plan.log))[-1][-1]
-        return last.device, last.versions
-    return "", {}
+        return compare.read_step_log(str(plan.log))[-1][-1]
+    return None
+
+
+def _fewer(turn: Turn, last: Any, entries: dict[str, Any]) -> Iterator[str]:
+    """Yield that steps with --wlb have fewer micro-batches, which another --micro-batch-size brings without it."""
+    assert turn.run is not None
+    windows, size = (turn.run.arguments.get(name) for name in ("global_batch_size", "micro_batch_size"))
+    before, count = windows // size if windows and size else None, last.num_micro_batches if last else None
+    entries["micro_batches"] = [before, count]
+    if before and count and count < before:
+        yield (
+            f"A step has {before:,} micro-batches without --wlb and {count:,} with it, over all data-parallel "
+            "ranks. A larger --micro-batch-size may bring a part of the difference without --wlb: try that, too."
+        )
 
 
 def _changes(turns: Sequence[Turn]) -> Iterator[str]:

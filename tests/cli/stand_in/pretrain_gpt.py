@@ -48,6 +48,7 @@ def main():
     if wlb:
         print("> wlb: every step trains what Megatron's would")
     shown = {"num_layers": LAYERS, "world_size": GPUS, "seq_length": WINDOW, "log_interval": 1, "wlb": wlb}
+    shown |= {"global_batch_size": WINDOWS, "micro_batch_size": 1}
     print("------------------------ arguments ------------------------")
     for name, value in shown.items():
         print(f"  {name} {'.' * (48 - len(name))} {value}")
@@ -74,6 +75,7 @@ def main():
                 "step": step,
                 "step_ms": 1e3 * seconds(turn, step, wlb),
                 "tokens": WINDOWS * WINDOW,
+                "num_micro_batches": int(os.environ["MICRO_BATCHES"]),
                 "loss": loss(turn, step, wlb),
                 "job": json.loads(os.environ["JOB"]),
                 "device": os.environ["DEVICE"],
