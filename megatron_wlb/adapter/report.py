@@ -8,14 +8,16 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
 from typing import Any
 
+import megatron.core
 import msgspec
 import numpy as np
 import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0, training
 
-from megatron_wlb import files
+from megatron_wlb import __version__, files
 from megatron_wlb.adapter import compat, forecast
 from megatron_wlb.adapter.clock import Clock, attended_squares
 from megatron_wlb.adapter.datasets import SplitData
@@ -201,8 +203,7 @@ class Report:
         if iteration % self._args.log_interval == 0:
             print(line(entry), flush=True)
         if self._run.log:
-            device = {"device": device_name("cuda" if torch.cuda.is_available() else "cpu")}
-            append(self._run.log, entry | details(plan, self._plans.job("train", plan.step)) | device)
+            append(self._run.log, entry | details(plan, self._plans.job("train", plan.step)) | _machine())
         if self._scalar_interval and iteration % self._scalar_interval == 0:
             _write_scalars(iteration, plan, entry)
 
@@ -252,6 +253,19 @@ def _write_scalars(iteration: int, plan: StepPlan, entry: dict[str, Any]) -> Non
 def _predicted(job: Job, packing: PackedBatch) -> tuple[float, dict[str, float]]:
     step = simulate_step(job, shard_step(job, packing.lengths, packing.ranks))
     return step.time, shares(step)
+
+
+@functools.cache
+def _machine() -> dict[str, Any]:
+    """Return the fields of the log entry on device and software."""
+    versions = {
+        "megatron-wlb": __version__,
+        "megatron-core": megatron.core.__version__,
+        "torch": str(torch.__version__),
+    }
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["transformer-engine"] = metadata.version("transformer-engine")
+    return {"device": device_name("cuda" if torch.cuda.is_available() else "cpu"), "versions": versions}
 
 
 def _is_last() -> bool:

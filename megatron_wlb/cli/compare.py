@@ -420,6 +420,8 @@ class _Line(msgspec.Struct):
     """None: of a release that did not say it."""
     loss: float | None = None
     device: str = ""
+    versions: dict[str, str] = {}
+    num_micro_batches: int | None = None
     predicted_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)] | None = None
     predicted: dict[str, float] | None = None
     measured: dict[str, float | None] | None = None

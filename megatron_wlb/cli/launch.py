@@ -149,6 +149,18 @@ def read_command(words: Sequence[str], world_size: int | None = None, *, any_mod
     return Launched(stated, list(_wlb_words(stated)), "command", world_size=world_size or _world_size(words[:script]))
 
 
+def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command behind its script, whose flags follow. Raises ValueError where flags are no words."""
+    script = _script(words)
+    if script is None or any(re.search(r"\.py\b.*\s|\s.*\.py\b", word, re.DOTALL) for word in words[: script + 1]):
+        raise ValueError(
+            f"no flags can be added to {short(' '.join(words))}: its own are in a file, or in a text for bash -c; "
+            "give the words that start the run, from torchrun or srun on. In a Slurm script, put megatron-wlb trial -- "
+            "before srun"
+        )
+    return [*words[: script + 1]], [*words[script + 1 :]]
+
+
 def read_flags(words: Sequence[str]) -> Launched:
     """Read flags of a run. Raises ValueError for one that is not read."""
     given = {name: value for name, value in _renamed(_stated(words)).items() if value is not None}

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_wlb import __version__, files
-from megatron_wlb.cli import analyze, compare, profile
+from megatron_wlb.cli import analyze, compare, profile, trial
 
-COMMANDS = (analyze, profile, compare)
+COMMANDS = (analyze, trial, profile, compare)
 EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy", "tensorboard", "tree_sitter"), "analysis")
 EXTRAS |= dict.fromkeys(("torch", "megatron"), "train")
 """Packages that only some commands need, and the extra that each comes with."""
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, flags, launched = command.divide(words[1:])
     args, unknown = parser.parse_known_args([*words[:1], *own])
     unknown += flags if args.run is compare.run else []
-    unknown += launched if args.run is not analyze.run else []
+    unknown += launched if args.run not in (analyze.run, trial.run) else []
     if unknown:
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.typed, args.flags, args.launched = words, flags, launched

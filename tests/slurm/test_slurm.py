@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapter.datasets import write_dataset
+from tests.cli import trials
 from tests.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[2]
@@ -150,3 +153,34 @@ def test_what_a_task_is_given(tmp_path, environment, given):
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert given in done.stdout + done.stderr
     assert bool(done.returncode) == (";" in given)
+
+
+def trial(cluster, folder):
+    """The words of a trial with two turns of a run that srun starts, and its environment."""
+    environment = trials.environment(folder / "told") | {"SLURM_CONF": str(cluster.folder / "slurm.conf")}
+    data = write_dataset(folder / "data", seed=0, documents=400)
+    run = f"srun --ntasks 1 {sys.executable} {trials.SCRIPT}"
+    words = trials.words(folder / "told", data, "--turns 1", script=run)
+    return [sys.executable, "-m", "megatron_wlb", *words], environment
+
+
+def test_a_trial_runs_in_a_script(cluster, tmp_path):
+    words, environment = trial(cluster, tmp_path)
+    log = tmp_path / "log"
+    options = ["--parsable", f"--output={log}", f"--chdir={ROOT}", "--wrap", shlex.join(words)]
+    job = cluster.run("sbatch", *options, **environment)
+    wait_for(cluster, job, log, lambda: cluster.state(job) == "COMPLETED")
+    assert "measured in 1 pair of turns" in log.read_text()
+    assert "Digests are equal at 12 of 12 steps" in log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_trial_that_is_stopped_ends_the_job_of_srun(number, cluster, tmp_path):
+    words, environment = trial(cluster, tmp_path)
+    (tmp_path / "told" / "hangs").touch()
+    running = subprocess.Popen(words, cwd=ROOT, env=os.environ | environment)
+    trials.stopped(running, number, tmp_path / "told")
+    deadline = time.monotonic() + HANGS_SECONDS
+    while not cluster.idle():
+        assert time.monotonic() < deadline, cluster.run("squeue")
+        time.sleep(0.5)

@@ -1,0 +1,296 @@
+"""`megatron-wlb trial` with a run that has known times, losses and digests; `tests/adapter/test_trial.py` trains."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.cli.trial import command, turns
+from tests.cli.analyses import JOB, analyse
+from tests.cli.commands import ROOT, refusal
+from tests.cli.stand_in import pretrain_gpt as stand_in
+from tests.cli.trials import NUM_GPUS, SCRIPT, SKIP, STEPS, environment, started, stopped, words
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the stand-in finds what it is to do."""
+    for name, value in environment(tmp_path / "told").items():
+        monkeypatch.setenv(name, value)
+    return tmp_path / "told"
+
+
+def trial(folder, data, own="", flags="", status=0):
+    """The numbers of a trial, and what its pages say."""
+    html, numbers = (folder.parent / name for name in ("trial.html", "trial.json"))
+    assert main(words(folder, data, f"--html {html} --json {numbers} {own}", flags)) == status
+    return json.loads(numbers.read_text()), html.read_text()
+
+
+def test_a_report(folder, data, tmp_path, capsys):
+    saves = f"--save {tmp_path}/save --save-interval 5 --tensorboard-dir {tmp_path} --exit-duration-in-mins 9 --lr 1e-4"
+    of_wlb = "--wlb-packing megatron --wlb-log elsewhere --no-load-wlb"
+    found, page = trial(folder, data, "--wlb-max-tokens 8192", f"{saves} {of_wlb}")
+    said, shown = capsys.readouterr()
+    first, second = started(folder)[:2]
+    assert started(folder) == [first, second] * 2
+    common = ["--lr", "1e-4", "--log-interval", "1", "--log-memory-interval", "12", "--eval-iters", "0"]
+    common += ["--exit-interval", "12", "--wlb-digest"]
+    assert first == [*shlex.split(JOB), "--data-path", data, "--bf16", *common]
+    given = ["--wlb-packing", "megatron", "--wlb-log", "elsewhere", "--no-load-wlb", "--wlb-max-tokens=8192"]
+    ours = ["--wlb", "--wlb-log", str(tmp_path / "out" / "with.jsonl")]
+    assert second == [*shlex.split(JOB), "--data-path", data, "--bf16", *common[:2], *given, *common[2:], *ours]
+
+    times = [[stand_in.seconds(t, step, t % 2 == 0) for step in range(SKIP + 1, STEPS + 1)] for t in (1, 2, 3, 4)]
+    sums = np.sum(times, axis=1)
+    ratios = sums[[0, 2]] / sums[[1, 3]]
+    assert found["ratio"] == pytest.approx(ratios.mean())
+    assert found["error_by_turns"] == pytest.approx(ratios.std(ddof=1) / np.sqrt(2))
+    assert [pair["turns"] for pair in found["pairs"]] == [[1, 2], [3, 4]]
+    assert 0 < found["error_within_turns"] < found["error"] == found["error_by_turns"]
+    assert found["digests"] == {"steps": STEPS, "equal": STEPS, "first_other": None}
+    assert found["loss_difference"] == pytest.approx(1.1e-5, rel=1e-2)
+    assert found["loss_difference_without"] == pytest.approx(2e-6, rel=1e-2)
+    assert [turn["peak_gib"] for turn in found["turns"]] == [68, 78, 68, 78]
+    assert found["versions"] == {"megatron-wlb": "1.2.3", "torch": "4.5.6"}
+    predicted = analyse(
+        tmp_path, f"--wlb-max-tokens 8192 {NUM_GPUS} --gpu h100 --wlb-packing megatron", JOB, data_of(data)
+    )
+    scheme = predicted["schemes"][predicted["scheme_of_run"]]
+    assert found["predicted_ratio"] == pytest.approx(
+        scheme["us_per_token"] / predicted["schemes"]["ours"]["us_per_token"], rel=0.03
+    )
+
+    lines = [re.sub(" +", " ", line).strip() for line in said.splitlines()]
+    error = found["error"]
+    assert lines[0] == (
+        f"--wlb is faster: {found['ratio']:.3f} ± {error:.3f} times as many tokens a second as without it, measured in "
+        "2 pairs of turns (4 x NVIDIA H100 80GB HBM3)."
+    )
+    rate = np.mean([8 * 16384 / each / 4 for each in sums[[0, 2]]])
+    assert any(line.startswith(f"tokens a second and GPU {rate:,.1f} ") for line in lines)
+    assert "most memory of a rank, GiB 68.00 78.00 1.147" in lines
+    assert "exchange, % of a step 0.0 0.0" in lines and "waiting, % of a step 5.0 0.0" in lines
+    equal = (
+        "- Digests are equal at 12 of 12 steps, in all turns: the same tokens, positions, visible keys, targets and "
+    )
+    assert f"{equal}weights." in lines
+    losses = (
+        "- Losses with --wlb and without differ by up to 1.1e-05 of their value; those of turns without it, by up to "
+    )
+    assert f"{losses}2.0e-06." in lines
+    assert "- Every step trains what Megatron's would." in lines
+    assert "- 4 x NVIDIA H100 80GB HBM3; megatron-wlb 1.2.3, torch 4.5.6." in lines
+    assert lines[-1].startswith(
+        f"With --wlb: {os.path.basename(sys.executable)} pretrain_gpt.py {JOB} --data-path ... --bf16"
+    )
+    assert re.sub(r"\d+ s\n", "", shown).startswith("turn 1 of 4, without --wlb: turn 2 of 4, with --wlb: turn 3")
+    for text in (said, page, json.dumps(found)):
+        assert str(tmp_path) not in text and data not in text
+    for sentence in found["words"]:
+        assert sentence in said
+    assert found["words"][0] in page.replace("&#39;", "'") and page.count("<img") == 1
+
+
+def data_of(data):
+    return f"--data-path {data}"
+
+
+def test_paths_are_told_on_demand(folder, data, tmp_path):
+    found, page = trial(folder, data, "--with-paths --turns 1")
+    for text in (found["command"], page):
+        assert data in text and SCRIPT in text
+    assert found["error_by_turns"] is None and found["error"] == found["error_within_turns"]
+
+
+def test_a_turn_that_crashes_is_named_and_the_trial_goes_on(folder, data, tmp_path, capsys):
+    (folder / "fails").write_text("2")
+    found, page = trial(folder, data)
+    said, shown = capsys.readouterr()
+    assert [turn["crashed"] for turn in found["turns"]] == [False, True, False, False]
+    assert [pair["turns"] for pair in found["pairs"]] == [[1, 4]]
+    why = "[rank1]: ValueError: no corpus in {} [exit status 3]"
+    assert f"- Turn 2, with --wlb, crashed: {why.format('...')}\n" in said
+    assert f"crashed: {why.format('/data/corpus/of/words')} (all of it: {tmp_path}/out/turn-2-with.log)\n" in shown
+    assert "/data/corpus" not in page
+
+
+@pytest.mark.parametrize(
+    ("fails", "left"), [("2 4", "no turn with --wlb"), ("1 2 3 4", "without --wlb and with --wlb")]
+)
+def test_without_a_side_there_is_nothing_to_compare(fails, left, folder, data):
+    (folder / "fails").write_text(fails)
+    found, _ = trial(folder, data, status=1)
+    assert len(started(folder)) == 4
+    assert re.match(f"Nothing to compare: no turn .*{left.removeprefix('no turn ')} is left.", found["words"][0])
+
+
+def test_other_digests_are_told(folder, data, capsys):
+    (folder / "other").write_text("4")
+    found, _ = trial(folder, data)
+    assert found["digests"] == {"steps": STEPS, "equal": 8, "first_other": 9}
+    assert "Digests differ at 4 of 12 steps, first at step 9: there the turns did not train the same." in found["words"]
+
+
+def test_without_digests_none_are_equal(folder, data):
+    (folder / "silent").write_text("2")
+    found, _ = trial(folder, data)
+    assert "Digests are not compared: no step has one in all turns." in found["words"]
+
+
+@pytest.mark.parametrize(("count", "said"), [(2, True), (4, False), (6, False)])
+def test_fewer_micro_batches_are_told(count, said, folder, data, monkeypatch):
+    monkeypatch.setenv("MICRO_BATCHES", str(count))
+    monkeypatch.setenv("DEVICE", "one thread of an x86_64 CPU")
+    found, _ = trial(folder, data, "--turns 1")
+    assert found["micro_batches"] == [4, count]
+    told = f"A step has 4 micro-batches without --wlb and {count} with it, over all data-parallel ranks. A larger"
+    assert any(each.startswith(told) for each in found["words"]) == said
+
+
+@pytest.mark.parametrize(
+    ("data", "own", "flags", "said"), [("", "", "--mock-data", True), ("nowhere/corpus", "--mock-data", "", False)]
+)
+def test_mock_data_of_the_run_are_told(data, own, flags, said, folder):
+    """And those that stand for data which are not visible here are only predicted with."""
+    found, _ = trial(folder, data, f"--turns 1 {own}", flags)
+    assert ("measured on mock data in 1 pair of turns" in found["words"][0]) == said
+    assert found["predicted_ratio"] > 0
+    assert ("--mock-data" in started(folder)[0]) == said
+
+
+def test_without_a_profile_of_the_device_nothing_is_predicted(folder, data, monkeypatch):
+    monkeypatch.setenv("DEVICE", "one thread of an x86_64 CPU")
+    found, _ = trial(folder, data, "--turns 1")
+    assert "predicted_ratio" not in found and "times" not in found
+    said = " ".join(found["words"])
+    assert "No speed-up is predicted: there is no profile of one thread of an x86_64 CPU; give the run" in said
+    assert "ran on one thread of an x86_64 CPU, and profile h100-cudnn is of NVIDIA H100" in said
+
+
+@pytest.mark.parametrize(
+    ("latest", "flags", "first"),
+    [
+        ("20", "", 20),
+        ("release", "", 0),
+        ("20", "--finetune", 0),
+        ("20", "--ckpt-step 10", 10),
+        (None, "", 0),
+    ],
+)
+def test_a_trial_begins_where_the_run_would(latest, flags, first, folder, data, tmp_path, monkeypatch):
+    if latest is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(f"{latest}\n")
+    monkeypatch.setattr(turns, "run_all", lambda plan, turns: [])
+    found, _ = trial(folder, data, flags=f"--load {tmp_path} {flags} --train-iters {first + STEPS}", status=1)
+    assert found["first"] == first
+    assert f"--exit-interval {first + STEPS} " in found["command"]
+    less = words(folder, data, flags=f"--load {tmp_path} {flags} --train-iters {first + STEPS - 1}")
+    assert main(less) == 2
+
+
+def test_a_checkpoint_is_gone_on_from(folder, data, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    found, _ = trial(folder, data, "--turns 1", f"--load {tmp_path}")
+    assert [row[0] for row in found["turns"][0]["steps"]] == [*range(20 + SKIP + 1, 20 + STEPS + 1)]
+    assert "All turns begin from the checkpoint of iteration 20." in found["words"]
+
+
+REMEDY = "In a Slurm script, put megatron-wlb trial -- before srun"
+
+
+@pytest.mark.parametrize(
+    ("own", "script", "flags", "message"),
+    [
+        ("", "bash run.sh", "", REMEDY),
+        ("", "srun bash -c 'python pretrain_gpt.py --num-layers 2'", "", REMEDY),
+        ("", "bash -c 'python pretrain_gpt.py'", "", REMEDY),
+        ("", "nowhere/torchrun pretrain_gpt.py", "", "nowhere/torchrun is no program here; give the command from its"),
+        ("", "A=1 python pretrain_gpt.py", "", "A=1 is no program here; .*set variables before"),
+        ("", None, "--attention-dropout 0.1", "training with --wlb refuses this run: --attention-dropout is 0.1"),
+        ("", None, "--qk-clip", "training with --wlb refuses this run: --qk-clip needs the largest logit"),
+        ("", None, "--wlb-max-tokens 9", r"\(--wlb-max-tokens\) is 9; it must be from 4096"),
+        ("", None, "--data-path nowhere/corpus", "nowhere/corpus.idx"),
+        ("", None, "--train-iters 10", "--steps 12 from iteration 0 on is over the 10 iterations .*at most 10"),
+        ("", None, "--train-samples 47", "--steps 12 from iteration 0 on is over the 11 iterations .*at most 11"),
+        ("", None, "-- --wlb", "cannot be added behind --wlb; give all flags as words"),
+        ("--out {here}", None, "", "is there, and not empty; name another folder"),
+        ("--html - --json -", None, "", "two outputs would be mixed"),
+        ("--html {here}/no/page.html", None, "", "the folder .*no does not exist"),
+        ("--steps 3", None, "", "'3' must be an integer from 4 to"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(own, script, flags, message, folder, data, capsys, tmp_path):
+    own = own.format(here=tmp_path)
+    said = refusal(capsys, *words(folder, data, own, flags, script or f"{sys.executable} {SCRIPT}"))
+    assert re.search(message, said), said
+    assert not started(folder) and not (tmp_path / "out").exists()
+
+
+def test_a_trial_wants_a_command(capsys):
+    assert "no command; give behind -- what starts the run" in refusal(capsys, "trial", "--steps", "4")
+
+
+def test_a_load_that_says_no_iteration_is_refused(folder, data, capsys, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
+    said = refusal(capsys, *words(folder, data, flags=f"--load {tmp_path}"))
+    assert "with soon, which is no iteration; give --finetune" in said
+
+
+@pytest.mark.parametrize("launcher", ["", "-m torch.distributed.run --standalone --nproc-per-node 1"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_process_is_left_behind(number, launcher, folder, data):
+    """Those that torchrun starts are in sessions of their own."""
+    (folder / "hangs").touch()
+    script = f"{sys.executable} {launcher} {SCRIPT}"
+    command = [sys.executable, "-m", "megatron_wlb", *words(folder, data, script=script)]
+    stopped(subprocess.Popen(command, cwd=ROOT), number, folder)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("starting\nValueError: one\nsrun: error: node: task 0: Exited\n", "ValueError: one"),
+        ("[rank1]: KeyError: 'two'\n[rank0]: RuntimeError: closed\nValueError: three", "[rank1]: KeyError: 'two'"),
+        ("pretrain_gpt.py: error: no --lr\nbye", "pretrain_gpt.py: error: no --lr"),
+        ("srun: error: no node\nbye", "srun: error: no node"),
+        ("starting\nKilled\n\n", "Killed"),
+        ("", "it printed nothing"),
+    ],
+)
+def test_the_error_of_a_log(lines, said):
+    assert turns.error_of(lines) == said
+
+
+SHOWN = {
+    "srun -N 2 --ntasks=4 --account=us -A us --container-image /x/y.sqsh python -u a/pretrain_gpt.py --lr 1e-4": (
+        "srun -N 2 --ntasks=4 --account=... -A ... --container-image ... python -u pretrain_gpt.py --lr 1e-4"
+    ),
+    "env KEY=secret torchrun --rdzv-endpoint=10.0.0.1:29500 pretrain_gpt.py --data-path 0.3 /a/b 0.7 c --split 9,1": (
+        "env ... torchrun --rdzv-endpoint=... pretrain_gpt.py --data-path ... --split 9,1"
+    ),
+    "/bin/python3.12 -m torch.distributed.run pretrain_gpt.py --tokenizer-model x --fp8-format hybrid --load=x": (
+        "python3.12 -m torch.distributed.run pretrain_gpt.py --tokenizer-model ... --fp8-format hybrid --load=..."
+    ),
+    "python pretrain_gpt.py --wlb --wlb-packing paper:96,160 --wlb-profile mine.json --kitchen-config-file x": (
+        "python pretrain_gpt.py --wlb --wlb-packing paper:96,160 --wlb-profile ... --kitchen-config-file ..."
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "told"), SHOWN.items())
+def test_what_is_told_of_a_command(words, told):
+    assert command.shown(words.split()) == told
+
+
+def test_what_is_told_of_an_error():
+    words = "python pretrain_gpt.py --data-path corpus --lr 3 --load=ours".split()
+    text = "corpus.idx of ours, ~/x/y.bin, ../z, data/set.bin and /a/b: 3 tokens/s"
+    assert command.hidden(text, words) == "....idx of ..., ..., ..., ... and ...: 3 tokens/s"
