@@ -130,6 +130,8 @@ class MegatronArguments:
     cuda_graph_impl: str | None = None
     enable_cuda_graph: bool = False
     external_cuda_graph: bool = False
+    cuda_graph_modules: tuple[str, ...] | None = None
+    cuda_graph_scope: tuple[str, ...] | None = None
     use_megatron_fsdp: bool = False
     use_torch_fsdp2: bool = False
     fine_grained_activation_offloading: bool = False
@@ -163,6 +165,8 @@ class MegatronArguments:
                 value = str(value)  # --split 1
             if isinstance(value, str) and "tuple[str, ...]" in str(f.type):
                 value = value.split()
+            if f.name in ("cuda_graph_modules", "cuda_graph_scope"):
+                value = [getattr(each, "name", each) for each in value]  # upstream parses them to an enum
             try:
                 value = msgspec.convert(value, f.type, strict=False)
             except msgspec.ValidationError as error:

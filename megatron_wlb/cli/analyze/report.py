@@ -25,7 +25,7 @@ from megatron_wlb.simulate.memory import peak_bytes
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 12
+VERSION = 13
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """Approximate passes to simulate and micro-batches to pack per scheme, within the bounds above."""
