@@ -3,14 +3,15 @@
     python -m benchmarks.published [FILE] [--json FILE] [--check]
 
 FILE has a row for every publication. Without one, benchmarks/data/published.json is predicted, and
-benchmarks/results/published.json written. Bars of attention kernels are predicted by profiles of other bars, but for
-those of B200, which have one publication alone: MagiAttention's bars give the profile, and its packs of documents are
-scored. Steps of mixtures of experts are those that launches, copies of rows and overlap (`cost.host.LAUNCHES_US`,
-`EXPERT_US`, `cost.linear.COPY_PASSES` and `OVERLAP_HIDES`) are fitted to, and dense ones of GB200 and GB300 the rates
-of their products (`benchmarks.attention`). With a model on a GPU left out of the fit of the first, median and p90
-errors of Megatron-Bridge's tables are .04 and .10, and of all .04 and .20. What a row leaves open is what its software does (`SOFTWARE`, or the
-row's field `software`), or else: a layer a virtual stage as in most of NVIDIA's recipes, micro-batches of one window,
-windows of one document, 4 M tokens a step. Rows that cannot be predicted are listed with the reason.
+benchmarks/results/published.json written, with ratios of steps for `analyze`. Bars of attention kernels are predicted
+by profiles of other bars, but for those of B200, which have one publication alone: MagiAttention's bars give the
+profile, and its packs of documents are scored. Steps of mixtures of experts are those that launches, copies of rows and
+overlap (`cost.host.LAUNCHES_US`, `EXPERT_US`, `cost.linear.COPY_PASSES` and `OVERLAP_HIDES`) are fitted to, and dense
+ones of GB200 and GB300 the rates of their products (`benchmarks.attention`). With a model on a GPU left out of the fit
+of the first, median and p90 errors of Megatron-Bridge's tables are .04 and .10, and of all .04 and .20. What a row
+leaves open is what its software does (`SOFTWARE`, or the row's field `software`), or else: a layer a virtual stage as
+in most of NVIDIA's recipes, micro-batches of one window, windows of one document, 4 M tokens a step. Rows that cannot
+be predicted are listed with the reason.
 """
 
 import json
@@ -34,13 +35,13 @@ from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import FULL, MODELS, ModelShape, shape
 from megatron_wlb.pipeline.split import Split, laid_out
 from megatron_wlb.sharding.select import shard
+from megatron_wlb.simulate import published as shipped
 from megatron_wlb.simulate.passes import Passes, pass_times
+from megatron_wlb.simulate.published import LONG
 from megatron_wlb.simulate.step import simulate_step, step_of
 
 STEP_TOKENS = 4 << 20
 """Of a step whose size is not published, as NVIDIA's other table of long sequences has it."""
-LONG = 32 << 10
-"""Tokens from which on a sequence is long."""
 LIMITS = {
     "bf16 dense": (0.05, 0.15),
     "FP8 dense": (0.05, 0.15),
@@ -328,7 +329,20 @@ def training(row: Row) -> Iterator[Row]:
     if kind != "MoE" and re.match("g?b[23]00", job.profile.name):
         kind = "Blackwell dense"
     kinds = [kind, *["long"] * (job.context_length >= LONG and kind != "MoE")]
-    yield each | {"profile": job.profile.name, "kinds": kinds}
+    yield each | {"profile": job.profile.name, "kinds": kinds, "like": like(job)}
+
+
+def like(job: Job) -> list[Any]:
+    """The fields of `shipped.Row` by which a run finds a row, but for the ratio."""
+    long, gpu = job.context_length >= LONG, gpu_of(job.profile.device or "")
+    return [bool(job.model.moe_router_topk), gpu, shipped.precision_of(job.precision), long]
+
+
+def ship(found: list[Row]) -> None:
+    """Write the ratios of steps, which `analyze` shows of those that are like a run's."""
+    rows = [json.dumps([*row["like"], round(row["ratio"], 3)]) for row in found if "like" in row]
+    path = Path(shipped.__file__).parents[1] / "hardware" / "published.json"
+    results.write_whole(path, "[\n" + ",\n".join(sorted(rows)) + "\n]\n")
 
 
 def documents_of(row: Row, group: str) -> list[np.ndarray]:
@@ -497,6 +511,7 @@ def main() -> None:
         if p90 < math.inf:
             goals.append(results.at_most(f"{each['group']}: p90 error", each["p90_error"], p90))
     if args.file == DATA / "published.json":
+        ship(found)
         settings = {"groups": groups, "readings": readings, "not_predicted": left, "recomputed": repeated}
         for each in (row for row in repeated if row["bound"] == "GPU"):
             error = abs(math.log(each["predicted"] / each["measured"]))

@@ -203,6 +203,12 @@ class Profile:
         forward, backward = self.fp8 if fp8 and self.fp8 else own
         return kernel(forward), kernel(backward)
 
+    def with_attention(self, factor: float) -> "Profile":
+        """Return the profile with `factor` times the time of attention."""
+        fp8 = self.fp8 and (self.fp8[0].scaled(factor), self.fp8[1].scaled(factor))
+        backward = self.backward and self.backward.scaled(factor)
+        return replace(self, forward=self.forward.scaled(factor), backward=backward, fp8=fp8)
+
     def misfit(self, device: str | None, precision: str) -> str:
         """Return how a run's device or precision is not of this profile, with the remedy; "" if it is."""
         if self.counts_pairs:

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any
 
 from megatron_wlb.cli import common
-from megatron_wlb.cli.analyze.report import CLOSE, KERNELS_OF, Report
+from megatron_wlb.cli.analyze.report import ATTENTION_TAKES, CLOSE, KERNELS_OF, Report
 from megatron_wlb.cli.common import render
 from megatron_wlb.describe.alternatives import WORTH
 from megatron_wlb.describe.price import Price
@@ -118,12 +118,13 @@ def headline(report: Report) -> tuple[str, str]:
     across, apart, ours = (schemes[name]["us_per_token"] for name in TITLES)
 
     def times(scheme: str) -> str:
-        least, most = (f"{each:.2f}" for each in _least_and_most(report, scheme, KERNELS_OF))
-        return (
-            f"{schemes[scheme]['us_per_token'] / ours:.2f} times{f' ({least} to {most} by kernels)' * (least != most)}"
-        )
+        least, most = (f"{each:.2f}" for each in _least_and_most(report, scheme, (KERNELS_OF, ATTENTION_TAKES)))
+        given = f" ({least} to {most} by kernels and their error)" * (least != most)
+        return f"{schemes[scheme]['us_per_token'] / ours:.2f} times{given}"
 
     first = f"{verdict(report)[0]}. {predicted}: {times('thd')} as many tokens a second as {TITLES['thd']}."
+    if not (alike := report.entries["published"])["rows"]:
+        first += f" The error is not known: no step of {alike['kind']} is published that was predicted."
     if (single := report.entries["single_windows"]) > 1 + CLOSE:
         first += f" --micro-batch-size 1 alone brings Megatron {single:.2f} of it."
     if prices := priced(report):
@@ -147,7 +148,7 @@ def _tokens(report: Report) -> str:
     return "Steps train whole documents." if job.whole_documents else "Both train the same tokens every step."
 
 
-def _least_and_most(report: Report, scheme: str, what: str = "") -> tuple[float, float]:
+def _least_and_most(report: Report, scheme: str, what: str | tuple[str, ...] = "") -> tuple[float, float]:
     """Return the range of --wlb's speed-up over a scheme under all assumptions, or those that begin with `what`."""
     over, ours = (report.entries["schemes"][name]["us_per_token"] for name in (scheme, "ours"))
     others = [reading[scheme] for reading in report.entries["readings"] if reading["what"].startswith(what)]
@@ -166,6 +167,7 @@ def facts(report: Report) -> list[str]:
         fp8_attention=report.setup.run.arguments.fp8_dot_product_attention,
         precision="bf16" if job.profile.gain(job.precision, "mlp") == (1, 0) else job.precision,
         delays=job.packing.delays,
+        experts=bool(job.model.moe_router_topk),
         whole=job.whole_documents,
         crossover=job.crossover_tokens,
         ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in ("thd", "ours")],
