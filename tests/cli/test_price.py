@@ -76,13 +76,13 @@ ZOO = {
         "gb200",
         _layout(1, 4, 64, 256, 12, _QWEN, _ON_GRACE, _OVERLAP, _OFFLOADING, _SELECTIVE, "moe_act layernorm", _CHUNKS,
                 "4 --wlb-micro-batches 768 --micro-batch-size 3"),
-        "Close", ["CUDA graphs", "offloading of activations"],
+        "Do not use it", ["CUDA graphs", "offloading of activations"],
     ),
     "run_h100_235b.sh": (
         "h100",
         _layout(2, 8, 32, 256, 16, _QWEN, _GRAPHS, _OVERLAP, _CHUNKS, "3 --tp-comm-overlap", _SELECTIVE,
                 "moe_act layernorm"),
-        "Close", ["CUDA graphs"],
+        "Do not use it", ["CUDA graphs"],
     ),
 }  # fmt: skip
 """GPU, words, the verdict and the features that are priced; experts overlap on both sides."""
