@@ -3,11 +3,15 @@
     python -m benchmarks.published [FILE] [--json FILE] [--check]
 
 FILE has a row for every publication. Without one, benchmarks/data/published.json is predicted, and
-benchmarks/results/published.json written. Nothing is fitted to a row that is scored: bars of attention kernels are
-predicted by profiles of other bars, but for those of B200, which have one publication alone: MagiAttention's bars give
-the profile, and its packs of documents are scored. What a row leaves open is what its software does (`SOFTWARE`, or the
-row's field `software`), or else: a layer a virtual stage as in most of NVIDIA's recipes, micro-batches of one window,
-windows of one document, 4 M tokens a step. Rows that cannot be predicted are listed with the reason.
+benchmarks/results/published.json written, with ratios of steps for `analyze`. Bars of attention kernels are predicted
+by profiles of other bars, but for those of B200, which have one publication alone: MagiAttention's bars give the
+profile, and its packs of documents are scored. Steps of mixtures of experts are those that launches, copies of rows and
+overlap (`cost.host.LAUNCHES_US`, `EXPERT_US`, `cost.linear.COPY_PASSES` and `OVERLAP_HIDES`) are fitted to, and dense
+ones of GB200 and GB300 the rates of their products (`benchmarks.attention`). With a model on a GPU left out of the fit
+of the first, median and p90 errors of Megatron-Bridge's tables are .04 and .10, and of all .04 and .20. What a row
+leaves open is what its software does (`SOFTWARE`, or the row's field `software`), or else: a layer a virtual stage as
+in most of NVIDIA's recipes, micro-batches of one window, windows of one document, 4 M tokens a step. Rows that cannot
+be predicted are listed with the reason.
 """
 
 import json
@@ -31,19 +35,19 @@ from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import FULL, MODELS, ModelShape, shape
 from megatron_wlb.pipeline.split import Split, laid_out
 from megatron_wlb.sharding.select import shard
+from megatron_wlb.simulate import published as shipped
 from megatron_wlb.simulate.passes import Passes, pass_times
+from megatron_wlb.simulate.published import LONG
 from megatron_wlb.simulate.step import simulate_step, step_of
 
 STEP_TOKENS = 4 << 20
 """Of a step whose size is not published, as NVIDIA's other table of long sequences has it."""
-LONG = 32 << 10
-"""Tokens from which on a sequence is long."""
 LIMITS = {
     "bf16 dense": (0.05, 0.15),
     "FP8 dense": (0.05, 0.15),
-    "Blackwell dense": (0.08, 0.2),
+    "Blackwell dense": (0.08, 0.18),
     "long": (0.06, 0.15),
-    "MoE": (0.15, math.inf),
+    "MoE": (0.09, 0.2),
 }
 """Goals for errors of training steps, median and 90th percentile; a row of Hopper may be long, too."""
 NUMBERS = ("predicted", "measured", "attention", "profile", "ratio")
@@ -62,6 +66,13 @@ class Run:
     """The recipe of plain FP8."""
     tp_comm_overlap: bool = False
     dispatcher: str = "alltoall"
+    cuda_graphs: Sequence[str] = ()
+    overlaps_experts: bool = False
+    fused_experts: bool = False
+    fp8_attention: bool = False
+    mtp: int = 0
+    """Layers for multi-token prediction."""
+    recompute_modules: Sequence[str] = ()
     recompute: str = ""
     """full; "": what the row says, where selective is half of the products, and all that is memory-bound."""
     lora: bool = False
@@ -81,19 +92,23 @@ class Run:
 
 
 SOFTWARE = json.loads((DATA / "software.json").read_text())
-"""How a row's source begins, a release, and fields of `Run` from it on. torchtitan takes PyTorch's attention, which
+"""How a row's source begins, a release, patterns of fields of a row, and fields of `Run` that such rows have from the
+release on, unless a later entry changes them. torchtitan takes PyTorch's attention, which
 preferred FlashAttention-2 at the time, and its selective recomputation repeats every second product. Context
 parallelism of TransformerEngine 1.5 (NeMo 24.03) had FlashAttention-2 alone; Llama 3's authors had nothing newer.
 NVIDIA's containers of 2025 have products of TransformerEngine's measurement. Automodel's configurations of the time of
 its table (examples/benchmark) recompute all models but small ones with LoRA, drain pipelines every 8 sequences and have
-a fake router, which deals experts in turn. Most of Bridge's recipes (src/megatron/bridge/perf_recipes) dispatch by
-DeepEP or HybridEP."""
+a fake router, which deals experts in turn. Bridge's tables are of recipes (scripts/performance/configs at the release's
+tag, v0.2.0 for 25.11 to v0.5.1; src/megatron/bridge/perf_recipes since), which state graphs, overlap, dispatcher, fused
+experts, FP8 attention, recomputed modules and MTP; they route by force to equally many tokens an expert."""
 
 SHAPES = {
-    r"Qwen3.*30B.?A3B|Qwen3.MoE.30B": shape(48, 2048, 8 * 768, 32, 4, 151936, moe_router_topk=8),
-    r"Qwen3.*235B": shape(94, 4096, 8 * 1536, 64, 4, 151936, moe_router_topk=8),
+    r"Qwen3.*30B.?A3B|Qwen3.MoE.30B": MODELS["qwen3-30b-a3b"],
+    r"Qwen3.*235B": MODELS["qwen3-235b-a22b"],
     r"DeepSeek.?V3(?!.*proxy)": MODELS["deepseek-v3"],
-    r"Kimi K2": replace(MODELS["deepseek-v3"], num_attention_heads=64, num_query_groups=64, padded_vocab_size=163840),
+    r"Kimi K2": replace(
+        MODELS["deepseek-v3"], num_attention_heads=64, num_query_groups=64, padded_vocab_size=163840, num_experts=384
+    ),
 }
 """Published configurations of models that rows only name, with experts in all layers."""
 UNSIMULATED = {
@@ -103,12 +118,17 @@ UNSIMULATED = {
 }
 
 
-def asked(row: Row, path: str) -> Any:
-    """A field of a row. Raises ValueError if it is missing."""
+def stated(row: Row, path: str) -> Any:
+    """A field of a row, or None."""
     value: Any = row
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    if value is None:
+    return value
+
+
+def asked(row: Row, path: str) -> Any:
+    """A field of a row. Raises ValueError if it is missing."""
+    if (value := stated(row, path)) is None:
         raise ValueError(f"no {path}")
     return value
 
@@ -123,10 +143,12 @@ def length_of(row: Row) -> int:
 def run_of(row: Row) -> Run:
     """What a row's software does, by its field `software`, and else by the repository and release of its source."""
     source, found = str(row.get("source")), Run()
-    released = re.search(r"\((?:NeMo )?(\d\d\.\d\d)", source)
-    for begins, since, fields in SOFTWARE:
-        if re.match(begins, source) and (released is None or since <= released[1]):
-            found = Run(**fields)
+    released = re.search(r"\((?:NeMo )?(\d\d\.\d\d(?:\.\d\d)?)", source)
+    for begins, since, where, fields in SOFTWARE:
+        if not re.match(begins, source) or (released and since > released[1]):
+            continue
+        if all(re.search(pattern, str(stated(row, path))) for path, pattern in where.items()):
+            found = replace(found, **fields)
     if row.get("notes") == "eager":
         raise ValueError("operations of eager PyTorch are not those of Megatron's layers")
     run = replace(found, **row.get("software", {}))
@@ -156,6 +178,7 @@ def model_of(row: Row) -> ModelShape:
         kv_channels=given.get("head") or given["hidden"] // given["heads"],
         gated_linear_unit=given["gated"],
         moe_router_topk=moe["topk"] if moe else 0,
+        num_experts=moe["experts"] if moe else 0,
     )
 
 
@@ -182,7 +205,8 @@ def profile_of(row: Row, run: Run) -> tuple[Profile, str]:
 
 def job_of(row: Row, run: Run) -> Job:
     """The job of a row; of a step whose pipeline drains more than once, what runs until it first does."""
-    model, layout, length, gpus = model_of(row), asked(row, "layout"), length_of(row), asked(row, "layout.gpus")
+    model = replace(model_of(row), mtp_num_layers=run.mtp)
+    layout, length, gpus = asked(row, "layout"), length_of(row), asked(row, "layout.gpus")
     tp, cp, pp = (asked(row, f"layout.{name}") for name in ("tp", "cp", "pp"))
     dp, size = gpus // (tp * cp * pp), layout.get("micro_batch")
     if not dp:
@@ -207,10 +231,17 @@ def job_of(row: Row, run: Run) -> Job:
     vpp = vpp or -(-layers // pp)
     if pp * vpp > layers + pp:
         raise ValueError(f"{layers} layers for {pp * vpp} virtual stages")
-    split = Split()
-    if more := layers % (pp * vpp):
-        dealt, fewer = np.full(pp * vpp, layers // (pp * vpp) + 1), pp * vpp - more
-        dealt[range(more, pp * vpp) if run.layers_a_stage else [0, *range(-1, -fewer, -1)][:fewer]] -= 1
+    split, stages = Split(), pp * vpp
+    if run.mtp and stages > 1:
+        # As in DeepSeek-V3's layouts: MTP and the loss take the place of layers of the last virtual stage.
+        dealt = np.full(stages, -(-(layers + 2 * run.mtp) // stages))
+        fewer = dealt.sum() - layers
+        dealt[-1] -= min(fewer, dealt[-1])
+        dealt[0] -= dealt.sum() - layers
+        split = laid_out(dealt.reshape(vpp, pp).T)
+    elif more := layers % stages:
+        dealt, fewer = np.full(stages, layers // stages + 1), stages - more
+        dealt[range(more, stages) if run.layers_a_stage else [0, *range(-1, -fewer, -1)][:fewer]] -= 1
         split = laid_out(dealt.reshape(vpp, pp).T)
     profile, precision = profile_of(row, run)
     if run.dealt and model.moe_router_topk:
@@ -220,6 +251,9 @@ def job_of(row: Row, run: Run) -> Job:
         profile = replace(profile, network=replace(network, link_gb_per_s=faster[0], all_gather=gather))
     # Small models with LoRA are not recomputed.
     recompute = str(row.get("recompute")) if run.lora and tp == 1 else run.recompute or str(row.get("recompute"))
+    again = Recompute(granularity="selective" if run.recompute_modules else None, modules=tuple(run.recompute_modules))
+    if recompute.startswith("full"):
+        again = Recompute(granularity="full")
     return make_job(
         model=model,
         parallel=Parallel(
@@ -234,7 +268,11 @@ def job_of(row: Row, run: Run) -> Job:
         profile=profile,
         precision=precision,
         moe_dispatcher=run.dispatcher,
-        recompute=Recompute(granularity="full" if recompute.startswith("full") else None),
+        cuda_graphs=tuple(run.cuda_graphs),
+        overlaps_experts=run.overlaps_experts,
+        fused_experts=run.fused_experts,
+        fp8_attention=run.fp8_attention,
+        recompute=again,
         tp_overlap=tp_overlap(tp) if run.tp_comm_overlap else 0.0,
         cp_exchange="ring",
         overlap_transfers=False,
@@ -244,7 +282,7 @@ def job_of(row: Row, run: Run) -> Job:
 def changed(row: Row, job: Job, passes: Passes, run: Run) -> Passes:
     """The passes with what a row's software does otherwise than Megatron."""
     layers, forward, backward = job.layers()[:, :, None], passes.forward.copy(), passes.backward.copy()
-    model, (first, last), is_full = job.model, passes.layers, bool(job.recompute.granularity)
+    model, (first, last), is_full = job.model, passes.layers, job.recompute.granularity == "full"
     if run.fsdp and str(row.get("recompute")).startswith("selective"):
         backward += layers * (products(job, model.matrices, passes.rows).forward / 2)
         backward += layers * memory_bound(job, FULL, passes.rows)[0]
@@ -276,8 +314,9 @@ def training(row: Row) -> Iterator[Row]:
     # A row's TFLOP/s count attention in full, as Megatron and NeMo did, or the causal half.
     flops = row.get("attention_flops") or ("causal" if "llama-3.1" in row["source"] else "full")
     model, pairs = job.model, job.context_length / (2 if flops == "causal" else 1)
-    weights = model.num_layers * model.layer_weights + model.vocabulary_weights
-    of_token = 6 * (weights + model.num_layers * (model.query_size + model.output_size) * pairs)
+    layers, ahead = model.num_layers + model.mtp_num_layers, model.mtp_num_layers
+    weights = layers * model.layer_weights + (1 + ahead) * model.vocabulary_weights + ahead * model.joining_weights
+    of_token = 6 * (weights + layers * (model.query_size + model.output_size) * pairs)
     tflops = of_token * tokens / gpus / seconds / 1e12
     value = 100 * tflops / 989 if quantity.startswith("mfu") else tflops
     if "time" in quantity:
@@ -290,7 +329,20 @@ def training(row: Row) -> Iterator[Row]:
     if kind != "MoE" and re.match("g?b[23]00", job.profile.name):
         kind = "Blackwell dense"
     kinds = [kind, *["long"] * (job.context_length >= LONG and kind != "MoE")]
-    yield each | {"profile": job.profile.name, "kinds": kinds}
+    yield each | {"profile": job.profile.name, "kinds": kinds, "like": like(job)}
+
+
+def like(job: Job) -> list[Any]:
+    """The fields of `shipped.Row` by which a run finds a row, but for the ratio."""
+    long, gpu = job.context_length >= LONG, gpu_of(job.profile.device or "")
+    return [bool(job.model.moe_router_topk), gpu, shipped.precision_of(job.precision), long]
+
+
+def ship(found: list[Row]) -> None:
+    """Write the ratios of steps, which `analyze` shows of those that are like a run's."""
+    rows = [json.dumps([*row["like"], round(row["ratio"], 3)]) for row in found if "like" in row]
+    path = Path(shipped.__file__).parents[1] / "hardware" / "published.json"
+    results.write_whole(path, "[\n" + ",\n".join(sorted(rows)) + "\n]\n")
 
 
 def documents_of(row: Row, group: str) -> list[np.ndarray]:
@@ -402,8 +454,8 @@ RECOMPUTED_LIMIT = 0.03
 def recomputed() -> Iterator[Row]:
     """Times of steps that recompute modules over those of a step that recomputes others, or none.
 
-    `bound` says whether the base step itself is predicted within half: Moonlight's is bound by the host, which takes
-    3.4 times as long as its kernels, and no launches are predicted.
+    `bound` says whether the base step itself is predicted within half: Moonlight's takes much longer than predicted,
+    launches included, and its source gives no reason.
     """
     for row in json.loads((DATA / "recompute.json").read_text()):
         job = make_job(
@@ -459,6 +511,7 @@ def main() -> None:
         if p90 < math.inf:
             goals.append(results.at_most(f"{each['group']}: p90 error", each["p90_error"], p90))
     if args.file == DATA / "published.json":
+        ship(found)
         settings = {"groups": groups, "readings": readings, "not_predicted": left, "recomputed": repeated}
         for each in (row for row in repeated if row["bound"] == "GPU"):
             error = abs(math.log(each["predicted"] / each["measured"]))

@@ -248,6 +248,10 @@ class Job:
     """`--fp8-dot-product-attention`."""
     moe_dispatcher: Annotated[str, Meta(pattern=r"\A(allgather|alltoall|flex)\Z")] = "alltoall"
     """`--moe-token-dispatcher-type`: allgather, alltoall or flex."""
+    fused_experts: bool = False
+    """`--use-transformer-engine-op-fuser`: products of experts, activation and quantization are one kernel."""
+    cuda_graphs: tuple[Name, ...] = ()
+    """Modules that CUDA graphs replay (`--cuda-graph-modules`), or "full": all of them."""
     row_multiple: Count = 1
     """Row alignment of FP8 and FP4 kernels on a rank."""
     hidden_dropout: bool = False

@@ -33,7 +33,7 @@ def _lines(job: Job, run: Description, before: MegatronArguments, data: SplitDat
     words = f"predicted {megatron / ours:.2f} times as fast as Megatron with documents apart."
     if found:
         words += f" {price.in_words(time(without_wlb(job)) / ours, megatron / ours, found)}"
-    yield words + " Do not use --wlb here." * (price.nets(megatron / ours, found)[1] < 1)
+    yield words + " Do not use --wlb here." * (megatron < ours)
     if run.settings.micro_batches == "auto":
         yield from _faster(job, run, data)
 

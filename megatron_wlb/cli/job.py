@@ -204,8 +204,8 @@ def _settled(
         notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
     if (a.num_experts or 1) > 1:
         notes.append(
-            "Experts get equally many tokens, as --moe-router-force-load-balancing makes them. How much longer a free "
-            "router takes is not known."
+            "Experts get equally many tokens, as --moe-router-force-load-balancing makes them. A free router took 1.22 "
+            "times as long a step in the one public run of both (NVIDIA-NeMo/Megatron-Bridge, Qwen3-30B on 16 H100)."
         )
     return replace(a, **changes)
 

@@ -170,23 +170,35 @@ def loss(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _memory(job, size * (values + 9 * FP32), tokens), _memory(job, size * (3 * FP32 + values), tokens)
 
 
-OVERLAP_HIDES = 0.55
-"""Share of the experts' exchange that `--overlap-moe-expert-parallel-comm` hides: fitted to the step times that
-Megatron-Bridge publishes (53 rows in 29 configurations, with seven mechanisms at once), so it stands for launches that
-overlap as well, and for passes that run alone."""
+OVERLAP_HIDES = 0.73
+"""Share of the experts' exchange that `--overlap-moe-expert-parallel-comm` hides: fitted to published steps, as
+`cost.host.LAUNCHES_US` are, so it stands for launches that overlap as well, and for passes that run alone."""
+COPY_PASSES = {False: 16.0, True: 6.0}
+"""Reads and writes of all copies of rows, between matrices as well, besides one of each in the dispatcher; with
+`--use-transformer-engine-op-fuser`, the second. Fitted, as `OVERLAP_HIDES` is: permutation, padding, casts for both
+directions, and products slower than those of equal rows."""
 
 
 def exposed_dispatch(job: Job, tokens: np.ndarray, beside: float) -> np.ndarray:
     """Return the time in which the rows of a layer go to their experts and back and nothing hides it, us.
 
     `beside`: what another micro-batch computes in the same layer in the other direction, us. It hides nothing unless
-    passes run by turns (`Job.overlaps_experts`), and nothing of the copies of rows.
+    passes run by turns (`Job.overlaps_experts`).
     """
-    topk, moved = job.model.moe_router_topk, token_exchange(job, tokens)
-    if not topk or job.profile.counts_pairs:
-        return moved
-    copied = _memory(job, 2 * (1 + topk) * job.model.hidden_size * job.bytes_per_value, tokens)
-    return copied + moved - job.overlaps_experts * OVERLAP_HIDES * np.minimum(moved, beside)
+    moved = token_exchange(job, tokens)
+    return moved - job.overlaps_experts * OVERLAP_HIDES * np.minimum(moved, beside)
+
+
+def copies(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the time in which copies of rows, one for each of their experts, are read and written, us; forward and
+    backward, which has twice as many passes over them."""
+    model, topk = job.model, job.model.moe_router_topk
+    if not topk:
+        return np.zeros_like(tokens), np.zeros_like(tokens)
+    values = topk * model.hidden_size + model.ffn_hidden_size - model.shared_ffn_hidden_size
+    moved = 2 * (1 + topk) * model.hidden_size
+    forward, backward = (moved + COPY_PASSES[job.fused_experts] * share * values for share in (1 / 3, 2 / 3))
+    return _memory(job, forward * job.bytes_per_value, tokens), _memory(job, backward * job.bytes_per_value, tokens)
 
 
 def token_exchange(job: Job, tokens: np.ndarray) -> np.ndarray:

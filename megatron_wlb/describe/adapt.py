@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron_wlb.describe import same
 from megatron_wlb.describe.arguments import ONE_SIZE, Off, Set, flag_of, rows
-from megatron_wlb.describe.megatron import has_hybridep, has_user_buffers
+from megatron_wlb.describe.megatron import has_graphs, has_hybridep, has_user_buffers
 from megatron_wlb.describe.refusals import Lenient, dispatches
 
 
@@ -79,7 +79,7 @@ ADAPTATIONS = (
         "hybridep needs equal lengths on all ranks, or padding",
     ),
     _Adaptation(
-        lambda a, given: a.cuda_graph_impl not in (None, "none") or a.enable_cuda_graph or a.external_cuda_graph,
+        lambda a, given: has_graphs(a),
         {
             **{"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": None},
             **{"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_scope_deprecated": None},

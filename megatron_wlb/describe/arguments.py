@@ -244,6 +244,8 @@ class MegatronArguments:
     cuda_graph_impl: str | None = None
     enable_cuda_graph: bool = False
     external_cuda_graph: bool = False
+    cuda_graph_modules: tuple[str, ...] | None = None
+    cuda_graph_scope: tuple[str, ...] | None = None
     use_megatron_fsdp: bool = False
     use_torch_fsdp2: bool = _row(False, Simulated((False,)))
     fine_grained_activation_offloading: bool = _row(
@@ -282,6 +284,8 @@ class MegatronArguments:
                 value = str(value)  # --split 1
             if isinstance(value, str) and "tuple[str, ...]" in str(f.type):
                 value = value.split()
+            if f.name in ("cuda_graph_modules", "cuda_graph_scope"):
+                value = [getattr(each, "name", each) for each in value]  # upstream parses them to an enum
             try:
                 value = msgspec.convert(value, f.type, strict=False)
             except msgspec.ValidationError as error:
@@ -443,7 +447,7 @@ _SAME = {
     logits_save_top_p_min_k""",
     "straggler": "| disable_straggler_on_startup log_straggler straggler_ctrlr_port straggler_minmax_count",
     "workload inspector": "| run_workload_inspector_server",
-    "inference": """cuda_graph_modules+ cuda_graph_scope+ | bert_embedder_type cuda_graph_scope_deprecated
+    "inference": """| bert_embedder_type cuda_graph_scope_deprecated
     decode_only_cuda_graphs enable_chunked_prefill inference_batch_times_seqlen_threshold inference_coordinator_port
     inference_cuda_graph_all_prefills inference_cuda_graph_max_tokens inference_disable_ep_consensus
     inference_dynamic_batching inference_dynamic_batching_async_sched_mode inference_dynamic_batching_block_size

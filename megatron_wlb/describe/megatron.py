@@ -94,6 +94,7 @@ class Description:
             "bytes_per_value": self.bytes_per_value,
             "precision": precision_of(a),
             "moe_dispatcher": dispatcher_of(a),
+            "fused_experts": a.use_transformer_engine_op_fuser,
             "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
             "hidden_dropout": a.hidden_dropout > 0,
             "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
@@ -110,6 +111,18 @@ def dispatcher_of(a: Any) -> str:
     """Return the dispatcher of tokens that runs with --wlb in the place of `a`'s, see `Job.moe_dispatcher`."""
     runs = a.moe_flex_dispatcher_backend != "ncclep" or has_hybridep()
     return "flex" if a.moe_token_dispatcher_type == "flex" and runs else "alltoall"
+
+
+def has_graphs(a: Any) -> bool:
+    """Whether CUDA graphs replay what arguments train."""
+    return a.cuda_graph_impl not in (None, "none") or a.enable_cuda_graph or a.external_cuda_graph
+
+
+def graphs_of(a: MegatronArguments) -> tuple[str, ...]:
+    """Return the modules that CUDA graphs replay without --wlb, see `Job.cuda_graphs`."""
+    modules = {*(a.cuda_graph_modules or a.cuda_graph_scope or ["full"])}
+    whole = a.cuda_graph_impl == "full_iteration" or modules & {"full", "full_iteration"}
+    return (("full",) if whole else tuple(sorted(modules))) if has_graphs(a) else ()
 
 
 def has_hybridep() -> bool:

@@ -1,33 +1,23 @@
 """Prices: the time that a run loses with the features that --wlb switches off, or has a slower form of."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_wlb.describe.megatron import recompute_of, tp_overlap
+from megatron_wlb.describe.megatron import graphs_of, recompute_of, tp_overlap
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.simulate.memory import OPTIMIZER_BYTES, WEIGHT_BYTES, gpu_weights, held_bytes
 
-GRAPHS_US = 1004
-"""Most us that CUDA graphs of layers save of a layer and micro-batch, forward and backward.
-
-Published: 214 TFLOP/s without and 274 with them, Qwen3-30B-A3B in bf16 at TP2 PP2 EP4 on 16 H100s with 4,096 tokens a
-micro-batch (NVIDIA-NeMo/Megatron-Bridge@067f987df, card of nemo-mbridge-perf-cuda-graphs): a stage of 24 layers takes
-110.1 and 86.0 ms. Kernels that take longer than their launch hide it, so a longer micro-batch loses less.
-"""
 SIMULATED = "simulated"
-GRAPHS_SOURCE = "published for 4,096 tokens a micro-batch, NVIDIA-NeMo/Megatron-Bridge"
 
 
 class Price(NamedTuple):
     """A feature that Megatron alone has."""
 
     feature: str
-    least: float
-    """Times as long a step takes without it, at least and at most."""
-    most: float
+    times: float
+    """Times as long a step takes without it."""
     source: str
 
 
@@ -59,6 +49,7 @@ _SIMULATED = (
     _Simulated(
         "offloading of activations, in whose place they are recomputed,", "recompute", lambda a, job: recompute_of(a)
     ),
+    _Simulated("CUDA graphs", "cuda_graphs", lambda a, job: graphs_of(a)),
     _Simulated("attention in FP8", "fp8_attention", lambda a, job: a.fp8_dot_product_attention),
 )
 
@@ -80,38 +71,26 @@ def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
         mine, theirs = getattr(job, each.field), getattr(megatron, each.field)
         if mine != theirs:
             slower = time(replace(megatron, **{each.field: mine})) / whole
-            found.append(Price(each.feature, slower, slower, SIMULATED))
-    if a.cuda_graph_impl not in (None, "none") or a.enable_cuda_graph or a.external_cuda_graph:
-        layers, windows = job.layers().sum(axis=1).max(), job.global_batch_size // job.parallel.dp
-        launches = GRAPHS_US * float(layers) * windows / a.micro_batch_size
-        found.append(Price("CUDA graphs", 1.0, 1 + launches / whole, GRAPHS_SOURCE))
+            found.append(Price(each.feature, slower, SIMULATED))
     if a.use_megatron_fsdp or a.use_torch_fsdp2:
         more = (held_bytes(job) - divided_bytes(job)).max() / 2**30
         # FSDP moves weights for every pass, and the simulator hides that in Megatron's favor; --wlb moves them once.
         why = f"no time is lost, since weights travel once a step; they and their gradients take {more:.1f} GiB more"
-        found.append(Price("FSDP", 1.0, 1.0, why))
+        found.append(Price("FSDP", 1.0, why))
     if a.fine_grained_activation_offloading and job.recompute == megatron.recompute:
-        found.append(Price("offloading of activations", 1.0, 1.0, "no time is predicted; they stay in GPU memory"))
+        found.append(Price("offloading of activations", 1.0, "no time is predicted; they stay in GPU memory"))
     return found
 
 
-def nets(speedup: float, found: Sequence[Price]) -> tuple[float, float]:
-    """Return the least and the most of a speed-up over Megatron alone, whose time has only what is simulated."""
-    published = [each for each in found if each.source != SIMULATED]
-    return tuple(speedup / math.prod(getattr(each, bound) for each in published) for bound in ("most", "least"))  # type: ignore[return-value]
-
-
 def in_words(balance: float, speedup: float, found: Sequence[Price]) -> str:
-    """Return what balance brings, what it costs and what is left; `speedup` is over Megatron alone, as simulated."""
+    """Return what balance brings, what it costs and what is left; `speedup` is over Megatron alone."""
 
     def cost(each: Price) -> str:
-        if each.most == 1:
-            return f"without {each.feature}: {each.source}"
-        times = f"{each.least:.2f}" + (f" to {each.most:.2f}" if each.most > each.least else "")
-        return f"without {each.feature} a step takes {times} times as long ({each.source})"
+        if each.source == SIMULATED:
+            return f"without {each.feature} a step takes {each.times:.2f} times as long ({each.source})"
+        return f"without {each.feature}: {each.source}"
 
-    net = dict.fromkeys(f"{each:.2f}" for each in nets(speedup, found))
-    return f"Balance brings {balance:.2f}; {'; '.join(map(cost, found))}. Net: {' to '.join(net)}."
+    return f"Balance brings {balance:.2f}; {'; '.join(map(cost, found))}. Net: {speedup:.2f}."
 
 
 def divided_bytes(job: Job) -> Any:

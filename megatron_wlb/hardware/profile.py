@@ -150,9 +150,6 @@ class Profile:
     on an H100, of 70B at TP 8, less half a wave and a launch (PyTorch, float8_experimental pull request 100)."""
     gains: tuple[tuple[Name, Rate, Time], ...] = ()
     """By `--fp8-recipe`, and nvfp4: the rate of products over that in bf16, and bytes to quantize a value."""
-    experts_gain: Rate = 1.2
-    """Of experts in FP8 other than MXFP8, with quantization. Chosen by steps of Grok-1 proxies on H100
-    (NVIDIA/dgxc-benchmarking), as no product of experts in such FP8 is published."""
     wave_outputs: Time = 132 * 128 * 128
     """Outputs that a device computes at once: 132 multiprocessors, a tile of 128 x 128 each. The last wave is half
     empty."""
@@ -191,14 +188,15 @@ class Profile:
         """Return the rate of a part's products over that in bf16, and bytes to quantize a value of their operands.
 
         The output layer stays in bf16, and all else if the precision is not known. Grouped products of experts gain by
-        MXFP8 as others do (`benchmarks.attention`), and by NVFP4 hardly more (NVIDIA/TransformerEngine#2281).
+        MXFP8 as others do (`benchmarks.attention`), and by NVFP4 hardly more (NVIDIA/TransformerEngine#2281). Assumed:
+        so they do by other FP8, as no such product is published.
         """
         if part == "experts" and precision == "nvfp4":
             precision = "mxfp8"
         known = {recipe: (gain, quantized) for recipe, gain, quantized in self.gains}
         if part == "output" or precision not in known:
             return 1.0, 0.0
-        return (self.experts_gain, 0.0) if part == "experts" and precision != "mxfp8" else known[precision]
+        return known[precision]
 
     def product(self, rows: Any, columns: Any, inner: Any, gain: float = 1.0, quantized: float = 0.0) -> Any:
         """Time in us of a product of matrices [rows, inner] and [inner, columns]; see `gain`."""
@@ -221,6 +219,12 @@ class Profile:
         own = self.forward, self.backward or self.forward.scaled(self.attention_backward)
         forward, backward = self.fp8 if fp8 and self.fp8 else own
         return kernel(forward), kernel(backward)
+
+    def with_attention(self, factor: float) -> "Profile":
+        """Return the profile with `factor` times the time of attention."""
+        fp8 = self.fp8 and (self.fp8[0].scaled(factor), self.fp8[1].scaled(factor))
+        backward = self.backward and self.backward.scaled(factor)
+        return replace(self, forward=self.forward.scaled(factor), backward=backward, fp8=fp8)
 
     def misfit(self, device: str | None, precision: str) -> str:
         """Return how a run's device or precision is not of this profile, with the remedy; "" if it is."""

@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from megatron_wlb.cost.attention import Directions, attention_kernels, exchange_model, expansion, exposed_exchange
+from megatron_wlb.cost.host import launches, waiting
 from megatron_wlb.cost.linear import (
+    copies,
     exposed_dispatch,
     head_exchange,
     joining_matrix,
@@ -42,11 +44,13 @@ class LayerTimes:
     """float64 [M]: those of the slowest rank, for which the others wait in every layer."""
     exchange: np.ndarray
     """float64 [M]: exposed exchange of K, V and their gradients, on the slowest rank."""
+    launches: np.ndarray
+    """float64 [M]: waiting for the host, which launches kernels."""
 
     @property
     def total(self) -> np.ndarray:
         """Time of the layer: float64 [M]."""
-        return self.linear + self.tensor + self.slowest + self.exchange
+        return self.linear + self.tensor + self.slowest + self.exchange + self.launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +176,10 @@ def _layer_times(
     linear = every.forward + bound[0] + by_tile[0], every.backward + bound[1] + again + by_tile[1]
     # The partner of a pass may be any other micro-batch of the rank.
     beside = [float(np.mean(linear[i] + attention[i].max(axis=1))) for i in (1, 0)]
-    dispatched = [exposed_dispatch(job, tokens, each) * (EXPERTS in model.parts_of(kind)) for each in beside]
+    pairs = zip(beside, copies(job, tokens), strict=True)
+    dispatched = [
+        (exposed_dispatch(job, tokens, each) + copied) * (EXPERTS in model.parts_of(kind)) for each, copied in pairs
+    ]
     forward, backward = (
         LayerTimes(
             linear=linear[i] + dispatched[i],
@@ -181,11 +188,12 @@ def _layer_times(
             attention=attention[i],
             slowest=attention[i].max(axis=1),
             exchange=exchange[i],
+            launches=np.zeros_like(tokens),
         )
         for i in range(2)
     )
     if not job.recompute.dropped:
-        return forward, backward
+        return _launched(job, kind, forward, backward)
     of_modules, of_routed = recomputed(job, kind, tokens)
     of_mlp = "mlp" in job.recompute.dropped and MLP in model.parts_of(kind)
     of_attention = "core_attn" in job.recompute.dropped
@@ -197,8 +205,18 @@ def _layer_times(
         slowest=forward.slowest * of_attention,
         # Latents that were exchanged are kept.
         exchange=forward.exchange * (of_attention and job.cp_exchange != "latents"),
+        launches=np.zeros_like(tokens),
     )
-    return forward, _sum((1, 1), (backward, run_again))
+    return _launched(job, kind, forward, _sum((1, 1), (backward, run_again)))
+
+
+def _launched(job: Job, kind: str, *times: LayerTimes) -> tuple[LayerTimes, LayerTimes]:
+    """Return `times`, forward and backward, with what the GPU waits for launches."""
+    forward, backward = (
+        replace(each, launches=waiting(launched, each.total))
+        for each, launched in zip(times, launches(job, kind), strict=True)
+    )
+    return forward, backward
 
 
 def _sum(factors: Sequence[float] | np.ndarray, times: Sequence[LayerTimes]) -> LayerTimes:
@@ -223,6 +241,7 @@ def crossover(job: Job) -> int:
     alone = replace(
         job,
         recompute=recompute,
+        cuda_graphs=("full",),  # the host takes as long for all lengths
         model=replace(job.model, pattern=job.model.pattern.replace(WINDOWED, FULL)),
         parallel=Parallel(tp=job.parallel.tp, sequence_parallel=job.parallel.sequence_parallel),
         num_micro_batches=1,

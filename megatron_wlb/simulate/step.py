@@ -50,6 +50,8 @@ class Breakdown:
     """Exposed exchange of K, V and their gradients."""
     vocabulary: float
     """Embedding and output layer."""
+    launches: float
+    """Waiting for the host, which launches kernels."""
     cp_wait: float
     """Waiting for the slowest context-parallel rank, in every layer."""
     ep_wait: float
@@ -66,7 +68,7 @@ class Breakdown:
 
 
 TIME_SHARES = {
-    "busy": ("attention", "linear", "vocabulary", "tensor", "gradients", "optimizer", "parameters"),
+    "busy": ("attention", "linear", "vocabulary", "launches", "tensor", "gradients", "optimizer", "parameters"),
     "bubble": ("bubble",),
     "exchange": ("exchange", "cp_wait"),
     "waiting": ("ep_wait", "imbalance", "dp_wait"),
@@ -130,7 +132,8 @@ def _in_passes(step: SimulatedStep) -> dict[str, float]:
 
     attention = per_gpu(lambda layer: layer.attention.mean(axis=1))
     in_layers = per_gpu(lambda layer: layer.total)
-    linear, tensor, exchange = (per_gpu(attrgetter(name)) for name in ("linear", "tensor", "exchange"))
+    names = ("linear", "tensor", "exchange", "launches")
+    linear, tensor, exchange, launches = (per_gpu(attrgetter(name)) for name in names)
     ep_wait = float(np.mean([p.expert_wait.sum() for p in step.passes])) / job.parallel.pp
     return {
         "attention": attention,
@@ -138,7 +141,8 @@ def _in_passes(step: SimulatedStep) -> dict[str, float]:
         "tensor": tensor,
         "exchange": exchange,
         "vocabulary": float(np.mean([t.busy for t in step.timelines])) - in_layers - ep_wait,
-        "cp_wait": in_layers - attention - linear - tensor - exchange,
+        "launches": launches,
+        "cp_wait": in_layers - attention - linear - tensor - exchange - launches,
         "ep_wait": ep_wait,
     }
 

@@ -37,7 +37,7 @@ REPORTS = {
         f"--wlb {LARGE} --num-experts 4 --moe-ffn-hidden-size 256 --expert-model-parallel-size 4 --eval-iters 0",
         "--wlb-packing paper:16384 --wlb-log run.jsonl",
     ),
-    "do_not": (
+    "estimate": (
         f"{LARGE.replace('--context-parallel-size 2', '')} --dataloader-inter-document-masking --fp8-format hybrid "
         "--experimental-attention-variant dsa",
         "--approximate --wlb-micro-batches 4",

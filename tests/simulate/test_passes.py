@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model
-from megatron_wlb.cost.linear import exposed_dispatch, loss, memory_bound, output_matrix, products, tiling
+from megatron_wlb.cost.linear import (
+    OVERLAP_HIDES,
+    copies,
+    exposed_dispatch,
+    loss,
+    memory_bound,
+    output_matrix,
+    products,
+    tiling,
+)
 from megatron_wlb.documents import Keys, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
@@ -99,17 +108,14 @@ def test_by_the_crossover_work_is_proportional_to_time(changes, within, profile)
 def test_experts_and_tiles_are_a_part_of_a_layer():
     """Both directions: the exchange of tokens, and what tiles add, beside products and traffic."""
     given, tokens = job(model=MOE, tp=2, dp=4, ep=4, tp_tile_rows=4096), np.array([5000.0])
-    found, exchanged, tiles = (
-        layer_times(given, shards_of(given, [[5000]])),
-        exposed_dispatch(given, tokens, 0),
-        tiling(given, "*", tokens),
-    )
+    found, tiles = layer_times(given, shards_of(given, [[5000]])), tiling(given, "*", tokens)
+    exchanged = [exposed_dispatch(given, tokens, 0) + copied for copied in copies(given, tokens)]
     traffic, product = memory_bound(given, "*", tokens), products(given, given.model.matrices, tokens)
     experts = products(given, [m for m in given.model.matrices if m.part == "experts"], tokens)
     for i, (every, of_experts) in enumerate(((product.forward, experts.forward), (product.backward, experts.backward))):
-        assert found[i].linear == pytest.approx(every + traffic[i] + exchanged + tiles[i])
-        assert found[i].experts == pytest.approx(of_experts + exchanged)
-    assert exchanged > 0 and min(tiles) > 0
+        assert found[i].linear == pytest.approx(every + traffic[i] + exchanged[i] + tiles[i])
+        assert found[i].experts == pytest.approx(of_experts + exchanged[i])
+    assert 0 < exchanged[0] < exchanged[1] and min(tiles) > 0
 
 
 def test_experts_overlap_with_what_the_other_pass_computes():
@@ -122,9 +128,10 @@ def test_experts_overlap_with_what_the_other_pass_computes():
     tokens = np.array([5000.0, 2000.0])
     dispatched = exposed_dispatch(given, tokens, 0)
     for own, other in ((0, 1), (1, 0)):
-        beside = float(np.mean(found[other].linear - dispatched + found[other].slowest))
+        rows = dispatched + copies(given, tokens)[other]
+        beside = float(np.mean(found[other].linear - rows + found[other].slowest))
         less = dispatched - exposed_dispatch(replace(given, overlaps_experts=True), tokens, beside)
-        assert less[0] == pytest.approx(0.55 * beside)
+        assert less[0] == pytest.approx(OVERLAP_HIDES * beside)
         assert hidden[own].total == pytest.approx(found[own].total - less)
         assert hidden[own].experts == pytest.approx(found[own].experts - less)
 

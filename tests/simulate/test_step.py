@@ -46,6 +46,7 @@ def test_imbalances_by_hand():
             attention=np.array(attention),
             slowest=np.array(attention).max(axis=1),
             exchange=none,
+            launches=none,
         )
         for linear, attention in ((1, [[2, 4], [6, 6]]), (3, [[1, 1], [1, 1]]))
     )

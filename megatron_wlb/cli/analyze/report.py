@@ -22,10 +22,11 @@ from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import ALIKE
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import peak_bytes
+from megatron_wlb.simulate.published import errors_like
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 12
+VERSION = 13
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """Approximate passes to simulate and micro-batches to pack per scheme, within the bounds above."""
@@ -39,6 +40,8 @@ READING_STEPS = 8
 """Steps that tell a speed-up under other assumptions."""
 KERNELS_OF = "kernels of "
 """How readings by other profiles of the same device begin."""
+ATTENTION_TAKES = "attention takes "
+"""How readings begin in which attention alone is as far off as predicted steps like the run's are (p90)."""
 
 Advance = Callable[[int], None]
 
@@ -116,6 +119,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "scheme_of_run": setup.megatron.name,
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": profile_entries(setup),
+        "published": errors_like(setup.job)._asdict(),
         "single_windows": others.single_windows(),
         **others.prices(),
         "readings": readings(setup, jobs, numbers, min(simulated, READING_STEPS)),
@@ -225,6 +229,9 @@ def readings(
     names = generations(gpu_of(profile.device or ""))
     if profile.name in names:
         changed |= {f"{KERNELS_OF}{name}": load_profile(name) for name in names if name != profile.name}
+    if p90 := errors_like(setup.job).p90:
+        for factor in (math.exp(-p90), math.exp(p90)):
+            changed[f"{ATTENTION_TAKES}{factor:.2f} times as long"] = profile.with_attention(factor)
 
     def speedups(other: Profile) -> dict[str, float]:
         of: dict[str, Measured] = {}

@@ -5,10 +5,10 @@ from itertools import chain
 from typing import Any
 
 from megatron_wlb.cli import common
-from megatron_wlb.cli.analyze.report import CLOSE, KERNELS_OF, Report
+from megatron_wlb.cli.analyze.report import ATTENTION_TAKES, CLOSE, KERNELS_OF, Report
 from megatron_wlb.cli.common import render
 from megatron_wlb.describe.alternatives import WORTH
-from megatron_wlb.describe.price import Price, nets
+from megatron_wlb.describe.price import Price
 from megatron_wlb.describe.price import in_words as in_words_of_prices
 from megatron_wlb.simulate.step import TIME_SHARES
 
@@ -79,21 +79,19 @@ def percent(numbers: dict[str, Any], *parts: str) -> float:
     return share
 
 
-def gain(report: Report, *, at_best: bool = False) -> float:
+def gain(report: Report) -> float:
     """Return --wlb's net gain over Megatron, documents apart, as a share of the speed; 0 if not certain.
 
-    Of Megatron with --micro-batch-size 1 where that is faster, which nothing keeps a run from. What is published is
-    taken at its highest price, or `at_best` at its lowest.
+    Of Megatron with --micro-batch-size 1 where that is faster, which nothing keeps a run from.
     """
     ours = report.entries["schemes"]["ours"]
-    brings = ours["speedup"] / _alone(report, at_best=at_best) - 1
+    brings = ours["speedup"] / _alone(report) - 1
     return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
 
 
-def _alone(report: Report, *, at_best: bool = False) -> float:
-    """Return how much faster Megatron alone may be than simulated: by single windows, and by published features."""
-    single = max(1.0, report.entries["single_windows"])
-    return single / nets(1.0, [Price(**each) for each in report.entries["prices"]])[at_best]
+def _alone(report: Report) -> float:
+    """Return how much faster Megatron alone may be than simulated, by single windows."""
+    return max(1.0, float(report.entries["single_windows"]))
 
 
 def verdict(report: Report) -> tuple[str, str]:
@@ -102,7 +100,7 @@ def verdict(report: Report) -> tuple[str, str]:
         return "Use it", "gain"
     setup = report.setup
     several = setup.run.budget is None and setup.megatron.micro_batch_size > 1  # of which training may make one
-    return ("Do not use it", "loss") if gain(report, at_best=True) < 0 and not several else ("Close", "close")
+    return ("Do not use it", "loss") if gain(report) < 0 and not several else ("Close", "close")
 
 
 def priced(report: Report) -> str:
@@ -110,8 +108,7 @@ def priced(report: Report) -> str:
     entries = report.entries
     if not (found := [Price(**each) for each in entries["prices"]]):
         return ""
-    alone = max(1.0, entries["single_windows"])
-    return in_words_of_prices(entries["balance"], entries["schemes"]["ours"]["speedup"] / alone, found)
+    return in_words_of_prices(entries["balance"], entries["schemes"]["ours"]["speedup"] / _alone(report), found)
 
 
 def headline(report: Report) -> tuple[str, str]:
@@ -121,12 +118,13 @@ def headline(report: Report) -> tuple[str, str]:
     across, apart, ours = (schemes[name]["us_per_token"] for name in TITLES)
 
     def times(scheme: str) -> str:
-        least, most = (f"{each:.2f}" for each in _least_and_most(report, scheme, KERNELS_OF))
-        return (
-            f"{schemes[scheme]['us_per_token'] / ours:.2f} times{f' ({least} to {most} by kernels)' * (least != most)}"
-        )
+        least, most = (f"{each:.2f}" for each in _least_and_most(report, scheme, (KERNELS_OF, ATTENTION_TAKES)))
+        given = f" ({least} to {most} by kernels and their error)" * (least != most)
+        return f"{schemes[scheme]['us_per_token'] / ours:.2f} times{given}"
 
     first = f"{verdict(report)[0]}. {predicted}: {times('thd')} as many tokens a second as {TITLES['thd']}."
+    if not (alike := report.entries["published"])["rows"]:
+        first += f" The error is not known: no step of {alike['kind']} is published that was predicted."
     if (single := report.entries["single_windows"]) > 1 + CLOSE:
         first += f" --micro-batch-size 1 alone brings Megatron {single:.2f} of it."
     if prices := priced(report):
@@ -150,7 +148,7 @@ def _tokens(report: Report) -> str:
     return "Both train the same tokens every step."
 
 
-def _least_and_most(report: Report, scheme: str, what: str = "") -> tuple[float, float]:
+def _least_and_most(report: Report, scheme: str, what: str | tuple[str, ...] = "") -> tuple[float, float]:
     """Return the range of --wlb's speed-up over a scheme under all assumptions, or those that begin with `what`."""
     over, ours = (report.entries["schemes"][name]["us_per_token"] for name in (scheme, "ours"))
     others = [reading[scheme] for reading in report.entries["readings"] if reading["what"].startswith(what)]
@@ -169,6 +167,7 @@ def facts(report: Report) -> list[str]:
         fp8_attention=report.setup.run.arguments.fp8_dot_product_attention,
         precision="bf16" if job.profile.gain(job.precision, "mlp") == (1, 0) else job.precision,
         delays=job.packing.delays,
+        experts=bool(job.model.moe_router_topk),
         crossover=job.crossover_tokens,
         ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in ("thd", "ours")],
         device_gib=round(job.profile.memory_gib),
@@ -192,6 +191,7 @@ def _errors_of(error: Any, what: str = "") -> Iterator[str]:
 PARTS = {
     "attention": ("attention",),
     "linear layers": ("linear", "vocabulary"),
+    "launches": ("launches",),
     "tensor parallelism": ("tensor",),
     "gradients and optimizer": ("gradients", "optimizer", "parameters"),
     "exchange of K and V": TIME_SHARES["exchange"],

@@ -1,0 +1,63 @@
+"""How far predicted times of steps are from what others published, for runs of a kind."""
+
+from importlib import resources
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from megatron_wlb.hardware.profile import gpu_of
+from megatron_wlb.job import Job
+
+LONG = 32 << 10
+"""Tokens from which on a window is long."""
+LEAST_ROWS = 8
+"""Rows of a kind below which a wider kind is taken."""
+
+
+class Row(NamedTuple):
+    """A published step, as `benchmarks.published` predicts it."""
+
+    experts: bool
+    gpu: str
+    precision: str
+    """bf16, fp8, mxfp8 or nvfp4."""
+    long: bool
+    ratio: float
+    """Predicted over measured speed."""
+
+
+class Errors(NamedTuple):
+    """Errors, as |log(predicted / measured)|, of published steps that are like a run's."""
+
+    kind: str
+    rows: int
+    median: float | None
+    p90: float | None
+    """None without rows."""
+
+
+ROWS = msgspec.json.decode((resources.files("megatron_wlb.hardware") / "published.json").read_bytes(), type=list[Row])
+
+
+def precision_of(recipe: str) -> str:
+    """Return the precision of a row by that of a job."""
+    return recipe if recipe in ("bf16", "mxfp8", "nvfp4") else "fp8"
+
+
+def errors_like(job: Job) -> Errors:
+    """Return errors of steps with experts or without, as a job's, on its GPU, if there are so many in its precision and
+    of long or short windows."""
+    gpu, precision = gpu_of(job.profile.device or "") or "", precision_of(job.precision)
+    experts, long = bool(job.model.moe_router_topk), job.context_length >= LONG
+    kind = f"{'mixtures of experts' if experts else 'dense models'} on {gpu.upper() or 'this device'}"
+    rows = [row for row in ROWS if (row.experts, row.gpu) == (experts, gpu)]
+    alike = [row for row in rows if row.precision == precision]
+    if len(alike) >= LEAST_ROWS:
+        kind, rows = f"{kind} in {'bf16' if precision == 'bf16' else precision.upper()}", alike
+    alike = [row for row in rows if row.long == long]
+    if len(alike) >= LEAST_ROWS:
+        kind, rows = f"{kind}, windows {'from' if long else 'below'} {LONG // 1024}K", alike
+    found = np.abs(np.log([row.ratio for row in rows]))
+    median, p90 = np.quantile(found, (0.5, 0.9)).tolist() if rows else (None, None)
+    return Errors(kind, len(rows), median, p90)
