@@ -90,7 +90,6 @@ ROWS = [
     ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
     ({"wlb_sft_skip": ("long",)}, "--wlb-sft-skip has no effect without --sft; give both"),
     ({"wlb_mock_lengths": "F2"}, "--wlb-mock-lengths has no effect without --mock-data; give both"),
-    ({"sft": True, "wlb_documents": "whole"}, "--wlb-documents whole is of .bin/.idx datasets.*leave it out"),
     ({"save": "msc://bucket/run", "wlb_packing": "paper"}, "to object storage are not supported with delay"),
     ({"load": "msc://bucket/run", "wlb_packing": "adaptive:20"}, "to object storage are not supported with delay"),
 ]

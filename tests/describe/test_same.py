@@ -42,7 +42,6 @@ DIFFERS = [
     ({"eod_mask_loss": True, "context_parallel_size": 2}, ["means over micro-batches are as with"]),
     ({"sft": True, "context_parallel_size": 2}, ["means over micro-batches are as with"]),
     ({"wlb_packing": "adaptive:20"}, ["--wlb-packing adaptive:20 trains documents in other steps"]),
-    ({"wlb_documents": "whole"}, ["documents are trained whole, where they begin"]),
     ({"mock_data": True, "wlb_mock_lengths": "F2"}, ["mock documents have other lengths"]),
     ({"sft": True, "wlb_sft_skip": ("long",)}, ["long conversations are left out"]),
     ({"sft": True, "wlb_sft_skip": ("broken",)}, ["broken rows are left out"]),
@@ -65,7 +64,7 @@ def test_differences(arguments, sentences):
         SEQUENCES | {"moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.5},
         {"eod_mask_loss": True, "context_parallel_size": 2, "calculate_per_token_loss": True},
         {"eod_mask_loss": True, "context_parallel_size": 1},
-        {"wlb_mock_lengths": "F2", "wlb_sft_skip": ("long", "broken"), "wlb_documents": "windows"},
+        {"wlb_mock_lengths": "F2", "wlb_sft_skip": ("long", "broken")},
     ],
 )
 def test_no_difference(arguments):
