@@ -74,6 +74,8 @@ def _experts(a: MegatronArguments, dense: int) -> dict[str, int]:
     beside = {"dense_ffn_hidden_size": dense} if a.hybrid_layer_pattern else {}
     of_shared = a.moe_shared_expert_intermediate_size or 0
     experts = {"num_experts": a.num_experts or 0, "shared_ffn_hidden_size": of_shared}
+    if a.moe_router_group_topk:
+        experts |= {name: getattr(a, name) or 1 for name in ("moe_router_num_groups", "moe_router_group_topk")}
     return beside | experts | {"ffn_hidden_size": routed + of_shared, "moe_router_topk": a.moe_router_topk}
 
 
