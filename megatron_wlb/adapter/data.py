@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-from megatron_wlb.adapter.datasets import Text
+from megatron_wlb.adapter.sources.source import Text
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
 from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -34,6 +34,8 @@ class Reading:
     """Multi-token prediction stops at the end of a document, as in upstream's packed sequences, or of the window."""
     in_window: bool = False
     """Positions count in the window: learned ones, without --reset-position-ids."""
+    mean_of_means: bool = False
+    """Whether upstream takes the mean over micro-batches of their means, as it evaluates conversations."""
     digest: bool = False
     """Whether what is trained is counted, see `adapter/digest.py`."""
 

@@ -18,11 +18,12 @@ import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0, training
 
 from megatron_wlb import __version__, files
-from megatron_wlb.adapter import compat, forecast
+from megatron_wlb.adapter import forecast
 from megatron_wlb.adapter.clock import Clock, attended_squares
-from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import digest_line, reduced
 from megatron_wlb.adapter.plans import Plans
+from megatron_wlb.adapter.sources.source import SplitData
+from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import Description
@@ -134,8 +135,8 @@ class Report:
         counted = ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
         logged = ("loss_dict", "total_loss_dict", "iteration", "skipped_iter")
         with (
-            compat.replaced(training, "training_log", self._logged, logged),
-            compat.replaced(training, "num_floating_point_operations", self._counted, counted),
+            replaced(training, "training_log", self._logged, logged),
+            replaced(training, "num_floating_point_operations", self._counted, counted),
         ):
             yield
 

@@ -22,16 +22,21 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap
 from megatron.training import checkpointing, initialize, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import compat, data, datasets, experts, jobs, linear, loss, overlap, tiles
+from megatron_wlb.adapter import data, experts, jobs, linear, loss, overlap, tiles
 from megatron_wlb.adapter.clock import ranged
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
-from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import Planned
+from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.loss import token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
+from megatron_wlb.adapter.sources import datasets
+from megatron_wlb.adapter.sources.source import SPLITS, SplitData, empty, evaluates
+from megatron_wlb.adapter.upstream.means import mean_losses
+from megatron_wlb.adapter.upstream.replaced import replaced
+from megatron_wlb.adapter.upstream.tracker import whole_tracker
 from megatron_wlb.describe.megatron import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
@@ -49,7 +54,8 @@ class Training:
             torch.cuda.set_device(args.local_rank)  # upstream sets it later, after backends are tested
         self._device = torch.device("cuda" if gpu else "cpu")
         files.INPUTS.clear()
-        datasets.check_files(args)
+        self._source = datasets.source_of(args)
+        self._source.check()
         if args.wlb_log and args.rank == args.world_size - 1:  # the rank that writes it
             files.check_log(args.wlb_log, "--wlb-log")
         if args.rank == 0 and args.save:
@@ -92,7 +98,7 @@ class Training:
     def _tiled(self, function: Any) -> Any:
         return functools.partial(function, sizes=self._job.tiles, ranks=self._job.parallel.tp)
 
-    @compat.one_line()
+    @one_line()
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Return this rank's endless batches of the three splits."""
         if not vp_stage:
@@ -117,7 +123,7 @@ class Training:
         """
         args, (train, valid, test) = self._args, built
         sets = {"train": train} if not args.skip_train else {}
-        if datasets.evaluates(args):
+        if evaluates(args):
             validation = {"valid": valid}
             if args.multiple_validation_sets:
                 several = valid if isinstance(valid, list) else [valid]
@@ -125,7 +131,7 @@ class Training:
             sets |= validation | ({} if test is None or args.multiple_validation_sets else {"test": test})
         for name, dataset in sets.items():
             if dataset is None or not len(dataset):
-                raise datasets.empty(args, name)
+                raise empty(args, name)
         first = {"train": _consumed(args)}
         if not args.skip_train and not args.full_validation:
             first["valid"] = args.consumed_valid_samples
@@ -137,7 +143,8 @@ class Training:
         if train := self._splits.get("train"):
             self._job, tried = jobs.best_job(args, self._run, train)
         windows = None if self._job.packing.delays else args.wlb_windows_per_micro_batch
-        anew = args.reset_position_ids or args.dataloader_inter_document_masking or args.wlb_sft
+        apart = self._source.apart or args.dataloader_inter_document_masking
+        anew = apart or args.reset_position_ids
         self._readings = {
             name: Reading(
                 split=name,
@@ -146,8 +153,9 @@ class Training:
                 windows=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
                 vocabulary=args.padded_vocab_size,
                 depths=args.mtp_num_layers or 0,
-                ahead_in_document=args.wlb_sft or args.dataloader_inter_document_masking,
+                ahead_in_document=apart,
                 in_window=args.position_embedding_type == "learned_absolute" and not anew,
+                mean_of_means=self._source.apart and name != "train",
                 digest=self._run.run_settings.digest and name == "train",
             )
             for name, each in self._splits.items()
@@ -160,7 +168,7 @@ class Training:
         found = {split: self._load(split) for split in self._splits}
         if "train" in self._splits:
             self._report.start(self._splits["train"], self._backend, self._run)
-        return dict.fromkeys(datasets.SPLITS) | found
+        return dict.fromkeys(SPLITS) | found
 
     def _load(self, split: str) -> Iterator[Batch]:
         args = self._args
@@ -188,7 +196,8 @@ class Training:
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions if batch.positions is None else batch.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        seen = self._digest.given(batch, model, self._order) if self._readings[batch.split].digest else None
+        reading = self._readings[batch.split]
+        seen = self._digest.given(batch, model, self._order) if reading.digest else None
         weights = None
         if self._weights is not None and batch.origin is not None:
             weights = self._weights[:, batch.origin]
@@ -213,9 +222,7 @@ class Training:
         if not return_schedule_plan:  # which has yet to read it
             # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
             get_attr_wrapped_model(model, "set_input_tensor")(None)
-        # Upstream's evaluation of conversations is the mean of their micro-batches' means.
-        of_means = batch.split != "train" and self._args.wlb_sft
-        given = None if weights is None else weights[0]
+        given, of_means = None if weights is None else weights[0], reading.mean_of_means
         return output, functools.partial(token_loss, self._args, loss_mask, given, reports_weighted=of_means, seen=seen)
 
     def ran(self, loss_dict: Any, iteration: int, *, skipped: bool) -> np.ndarray:
@@ -233,17 +240,17 @@ class Training:
             experts.installed(lambda: self._trained_share) if self._args.num_experts else contextlib.nullcontext(),
             overlap.installed(self._report.clock) if overlaps else contextlib.nullcontext(),
             linear.installed() if has_linear_layers(self._args) else contextlib.nullcontext(),
-            compat.replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
-            compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
-            compat.replaced(schedules, "backward_step", self._report.clock.span("backward"), ()),
-            compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
-            compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tiles), ()),
-            compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
-            compat.replaced(attention, "attend", ranged("wlb attention"), ()),
-            compat.replaced(attention, "attend_backward", ranged("wlb attention backward"), ()),
-            compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
-            compat.mean_losses(lambda: self._windows_per_micro_batch),
-            compat.whole_tracker(),
+            replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
+            replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
+            replaced(schedules, "backward_step", self._report.clock.span("backward"), ()),
+            replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
+            replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tiles), ()),
+            replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
+            replaced(attention, "attend", ranged("wlb attention"), ()),
+            replaced(attention, "attend_backward", ranged("wlb attention backward"), ()),
+            replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
+            mean_losses(lambda: self._windows_per_micro_batch),
+            whole_tracker(),
             self._report.installed(),
         ):
             yield

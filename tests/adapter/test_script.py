@@ -19,7 +19,8 @@ import pytest
 import torch
 from megatron.training import arguments
 
-from megatron_wlb.adapter import functions, legacy, script
+from megatron_wlb.adapter import script
+from megatron_wlb.adapter.upstream import legacy, scripts
 from megatron_wlb.describe.arguments import ARGUMENTS
 from tests.adapter.training import ALGORITHM_1, MODEL, WLB, less
 
@@ -211,7 +212,7 @@ def config(*, hybrid=False):
 def check(path, text, **flags):
     path.write_text(text)
     args = SimpleNamespace(**{"rank": 0, "split": "99,1,0", "new_scheduler": None, "new_data": None} | flags)
-    functions.check_script(config(), None, runpy.run_path(str(path))["forward_step"], args)
+    scripts.check_script(config(), None, runpy.run_path(str(path))["forward_step"], args)
 
 
 @pytest.mark.parametrize(
@@ -283,11 +284,11 @@ def test_what_flags_switch_off_is_said_and_trains(old, new, flags, tmp_path, cap
 
 def test_a_script_with_another_model_is_refused():
     with pytest.raises(ValueError, match=r"GPT and hybrid .* has a model of SimpleNamespace; leave"):
-        functions.check_script(SimpleNamespace(), None, None, None)
+        scripts.check_script(SimpleNamespace(), None, None, None)
     with pytest.raises(ValueError, match="has a model_provider of its own; leave --wlb out"):
-        functions.check_script(config(), lambda: None, None, None)
+        scripts.check_script(config(), lambda: None, None, None)
     with pytest.raises(ValueError, match="ignores --hybrid-layer-pattern; run pretrain_hybrid.py or leave it out"):
-        functions.check_script(config(hybrid=True), None, None, None)
+        scripts.check_script(config(hybrid=True), None, None, None)
 
 
 def test_before_019_a_script_that_makes_another_model_is_refused(monkeypatch, capsys):
