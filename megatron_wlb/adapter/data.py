@@ -98,7 +98,7 @@ class Batch:
     metadata: ShardMetadata
     positions: torch.Tensor | None
     """int64 [s], of `tokens` in their documents, or in their windows; in the order of `tokens`, which tiles have
-    changed (`tiles.order`). Only on stages with an embedding or the loss."""
+    changed (`Tiles.order`). Only on stages with an embedding or the loss."""
     tokens: torch.Tensor | None
     """int64 [1 + depths, s]; row k is k tokens further ahead (`mtp`). Only on stages with an embedding, and for a
     digest on those with the loss."""

@@ -10,7 +10,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_wlb.adapter.errors import one_line
-from megatron_wlb.adapter.upstream import legacy, scripts
+from megatron_wlb.adapter.upstream import scripts
 from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.adapter.upstream.versions import check_version, upstream
@@ -156,6 +156,8 @@ def _settle(args: Namespace, given: set[str]) -> None:
     from megatron_wlb.adapter import jobs
 
     if upstream().passes_functions:
+        from megatron_wlb.adapter.upstream import legacy
+
         legacy.check(args)
     sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
     changes = adapt(args, given)
@@ -213,6 +215,8 @@ def _training(original: Any) -> Any:
             return Training(get_args())
 
         if upstream().passes_functions:
+            from megatron_wlb.adapter.upstream import legacy
+
             return legacy.pretrain(original, bound, begin)
         training = begin()
         training.configure(config.model)

@@ -19,10 +19,10 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
-from megatron.training import checkpointing, initialize, training
+from megatron.training import checkpointing, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import data, experts, jobs, linear, loss, overlap, tiles
+from megatron_wlb.adapter import data, experts, jobs, linear, loss, overlap
 from megatron_wlb.adapter.clock import ranged
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.digest import Planned
@@ -71,6 +71,11 @@ class Training:
             gradients_in_fp32=job.sharding.cp_gradients == "fp32",
             latents=job.cp_exchange == "latents",
         )
+        self._tiles: Any = None
+        if args.tp_comm_overlap:
+            from megatron_wlb.adapter.tiles import Tiles
+
+            self._tiles = Tiles(job.tiles, job.parallel.tp)
         self._plans: Plans
         self._report = Report(args, self._run.run_settings)
         self._splits: dict[str, SplitData] = {}
@@ -88,15 +93,12 @@ class Training:
         """Make upstream build the model of its config as this run needs it."""
         configure(model, options=self.attention, context_length=self._args.seq_length)
         if self._job.tp_tile_rows:
-            model.pre_wrap_hooks.append(self._tiled(tiles.tile_layers))
+            model.pre_wrap_hooks.append(self._tiles.tile_layers)
 
     @property
     def _order(self) -> Any:
         """See `BatchDataset`."""
-        return self._tiled(tiles.order) if self._job.tp_tile_rows else None
-
-    def _tiled(self, function: Any) -> Any:
-        return functools.partial(function, sizes=self._job.tiles, ranks=self._job.parallel.tp)
+        return self._tiles.order if self._job.tp_tile_rows else None
 
     @one_line()
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -239,12 +241,12 @@ class Training:
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             experts.installed(lambda: self._trained_share) if self._args.num_experts else contextlib.nullcontext(),
             overlap.installed(self._report.clock) if overlaps else contextlib.nullcontext(),
+            self._tiles.installed() if self._tiles is not None else contextlib.nullcontext(),
             linear.installed() if has_linear_layers(self._args) else contextlib.nullcontext(),
             replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
             replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             replaced(schedules, "backward_step", self._report.clock.span("backward"), ()),
             replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
-            replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tiles), ()),
             replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
             replaced(attention, "attend", ranged("wlb attention"), ()),
             replaced(attention, "attend_backward", ranged("wlb attention backward"), ()),
