@@ -26,7 +26,7 @@ from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_wlb.adapter import jobs, report
+from megatron_wlb.adapter import jobs
 from megatron_wlb.adapter.clock import attended_squares
 from megatron_wlb.adapter.model import foreign_core
 from megatron_wlb.adapter.sources import datasets
@@ -98,8 +98,6 @@ class _Run(Callback):  # type: ignore[misc]
             replaced(train, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
             replaced(evaluation, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
             replaced(checkpointing, "maybe_save_dataloader_state", self._saved, saved),
-            replaced(report, "get_tensorboard_writer", lambda _: lambda: self._state.tensorboard_logger, ()),
-            replaced(report, "get_wandb_writer", lambda _: lambda: self._state.wandb_logger, ()),
             prebuilt_dataset_helpers("megatron.bridge.training.initialize"),
             self._while_training,
         ):
@@ -138,6 +136,7 @@ class _Run(Callback):  # type: ignore[misc]
                 padded = calculate_padded_vocab_size(padded, multiple, tp)
             self._args.padded_vocab_size = padded
             self._training = Training(self._args)
+            self._training.writes_to(lambda: (self._state.tensorboard_logger, self._state.wandb_logger))
             _check_attention(model)
             # What `configure` wants of upstream's model config; a provider is its own transformer config.
             spec = model.transformer_layer_spec

@@ -59,6 +59,8 @@ class Report:
         self._flops: list[float] = []  # of the steps since the last log line
         self._in_line = False
         self.clock = Clock()
+        self.writers: Callable[[], tuple[Any, Any]] = _upstreams_writers
+        """Returns those of TensorBoard and W&B, None where there is none; asked at every step that is logged."""
 
     def begin(self, job: Job, plans: Plans, tried: Sequence[Prediction], digested: Callable[[], torch.Tensor]) -> None:
         """Take what the data settle; `digested` returns this rank's part of the last step's digest."""
@@ -206,7 +208,7 @@ class Report:
         if self._run.log:
             append(self._run.log, entry | details(plan, self._plans.job("train", plan.step)) | _machine())
         if self._scalar_interval and iteration % self._scalar_interval == 0:
-            _write_scalars(iteration, plan, entry)
+            _write_scalars(*self.writers(), iteration, plan, entry)
 
     def _entry(self, plan: StepPlan, loss: float, took: float, measured: dict[str, float] | None) -> dict[str, Any]:
         """Return the log entry of a step that took so many seconds, as JSON types; `loss` is the mean over tokens."""
@@ -237,17 +239,21 @@ SOURCES = ("predicted", "measured")
 """Fields of an entry that hold shares, in the words and order of `simulate.TIME_SHARES`."""
 
 
-def _write_scalars(iteration: int, plan: StepPlan, entry: dict[str, Any]) -> None:
-    """Write numbers and shares of an entry, and shares of micro-batches by sharding, to upstream's writers."""
+def _upstreams_writers() -> tuple[Any, Any]:
+    return get_tensorboard_writer(), get_wandb_writer()
+
+
+def _write_scalars(board: Any, wandb: Any, iteration: int, plan: StepPlan, entry: dict[str, Any]) -> None:
+    """Write numbers and shares of an entry, and shares of micro-batches by sharding."""
     values = {f"wlb/{name}": value for name, value in entry.items() if isinstance(value, int | float)}
     for how in SOURCES:
         values |= {f"wlb/{how}/{name}": share for name, share in (entry[how] or {}).items()}
     chosen = Counter(m.shards.strategy.replace("-", "_") for m in plan.micro_batches)
     values |= {f"wlb/sharding/{name}": count / len(plan.micro_batches) for name, count in chosen.items()}
-    if board := get_tensorboard_writer():
+    if board:
         for name, value in values.items():
             board.add_scalar(name, value, iteration)
-    if wandb := get_wandb_writer():
+    if wandb:
         wandb.log(values, iteration)
 
 

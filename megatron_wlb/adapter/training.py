@@ -7,7 +7,7 @@ import itertools
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from megatron.training import checkpointing, training
 
 from megatron_wlb import files
 from megatron_wlb.adapter import data, experts, jobs, linear, loss, overlap
-from megatron_wlb.adapter.clock import ranged
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.digest import Planned
 from megatron_wlb.adapter.errors import one_line
@@ -40,7 +39,7 @@ from megatron_wlb.adapter.upstream.tracker import whole_tracker
 from megatron_wlb.describe.megatron import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
-from megatron_wlb.runtime import all_to_all, attention
+from megatron_wlb.runtime import spans
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend, get_backend
 
@@ -88,6 +87,10 @@ class Training:
         self._trained_share = 1.0
         """Share of the running step's tokens that is trained, if upstream would not divide by their number."""
         self._digest = Planned(args, self.attention.backend, self._device)
+
+    def writes_to(self, writers: Callable[[], tuple[Any, Any]]) -> None:
+        """Write scalars to these of TensorBoard and W&B, None where there is none, in the place of upstream's."""
+        self._report.writers = writers
 
     def configure(self, model: Any) -> None:
         """Make upstream build the model of its config as this run needs it."""
@@ -234,7 +237,7 @@ class Training:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Apply the replacements for training in upstream, and in our exchange to time it."""
+        """Apply the replacements for training in upstream, and watch our exchange to time it."""
         predicts_ahead = loss.installed(functools.partial(adapt_mtp, options=self.attention))
         overlaps = self._args.overlap_moe_expert_parallel_comm
         with (
@@ -247,13 +250,11 @@ class Training:
             replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             replaced(schedules, "backward_step", self._report.clock.span("backward"), ()),
             replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
-            replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
-            replaced(attention, "attend", ranged("wlb attention"), ()),
-            replaced(attention, "attend_backward", ranged("wlb attention backward"), ()),
             replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             mean_losses(lambda: self._windows_per_micro_batch),
             whole_tracker(),
             self._report.installed(),
+            spans.watched(self._report.clock.watch),
         ):
             yield
 
