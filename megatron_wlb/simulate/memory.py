@@ -218,9 +218,8 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job)
     received, sent = moved or one_document(job, model.widest)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, model.kv_values_per_rank(p.tp)
-    again = ("q", "kv", "log-sum-exps") if "core_attn" in job.recompute.dropped else ()
-    if set(tensors["kv"].modules) & set(job.recompute.dropped):
-        again = ("q", "kv")
+    of_core, dropped = "core_attn" in job.recompute.dropped, set(job.recompute.dropped)
+    again = ["q", "kv"] * (of_core or bool(dropped & {*tensors["kv"].modules})) + ["log-sum-exps"] * of_core
     held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
     kernel = (w + 4) * q / min(p.cp, 2) + w * (1 + received) * (kv + expanded)
