@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
-from megatron_wlb.adapter import compat
+from megatron_wlb.adapter.upstream.replaced import replaced
 
 
 class WlbGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
@@ -41,9 +41,9 @@ def installed() -> Iterator[None]:
     caller = gdn if hasattr(gdn, "_build_thd_cp_a2a_perm") else common
     mamba, rows = importlib.import_module("megatron.core.ssm.mamba_context_parallel"), ("input_", "packed_seq_params")
     with (
-        compat.replaced(caller, "_build_thd_cp_a2a_perm", lambda original: _order, parameters),
-        compat.replaced(mamba, "_undo_attention_load_balancing", lambda original: _from_ranks, rows),
-        compat.replaced(mamba, "_redo_attention_load_balancing", lambda original: _to_ranks, rows),
+        replaced(caller, "_build_thd_cp_a2a_perm", lambda original: _order, parameters),
+        replaced(mamba, "_undo_attention_load_balancing", lambda original: _from_ranks, rows),
+        replaced(mamba, "_redo_attention_load_balancing", lambda original: _to_ranks, rows),
     ):
         yield
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.data import Batch
+from megatron_wlb.adapter.upstream.replaced import replaced
 
 
 def weights(counts: np.ndarray, windows: int | None, *, per_token: bool) -> np.ndarray:
@@ -83,8 +83,8 @@ def installed(adapt: Callable[[Any, Any], None]) -> Iterator[None]:
         return roll_tensor
 
     with (
-        compat.replaced(specs, "get_gpt_mtp_block_spec", adapted, ("config",)),
-        compat.replaced(prediction, "roll_tensor", loaded, ("tensor", "packed_seq_params")),
+        replaced(specs, "get_gpt_mtp_block_spec", adapted, ("config",)),
+        replaced(prediction, "roll_tensor", loaded, ("tensor", "packed_seq_params")),
     ):
         yield
 

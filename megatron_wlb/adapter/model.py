@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 
-from megatron_wlb.adapter.compat import one_line
+from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.latent import WlbLatentAttention, WlbLatentExchange
 from megatron_wlb.adapter.linear import GatedDeltaNet, WlbGatedDeltaNet
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
