@@ -81,13 +81,18 @@ def attention_tensors(job: Job) -> dict[str, Tensor]:
     model, p, w = job.model, job.parallel, job.bytes_per_value
     latents, norms = job.cp_exchange == "latents", 2 if model.qk_layernorm else 1
     seen = p.cp if latents else 1
+    # Upstream recomputes Q, K and V of latents alike. `--wlb` and a ring keep K and V as they joined them.
+    joined = p.cp > 1 or job.cp_exchange != "ring"
     found = {
         "input": Tensor(layer_input_bytes(job)),
         # Where latents follow, the norm is no part of a linear layer.
         "norm": Tensor(layer_input_bytes(job), ("layernorm",) if model.kv_lora_rank else ()),
         "dropout": Tensor(_mask_bytes(job)),
         "q": Tensor(w * model.query_size / p.tp, ("mla_up_proj",) if model.kv_lora_rank else ()),
-        "kv": Tensor(0 if job.expands_again else w * seen * model.kv_values_per_rank(p.tp)),
+        "kv": Tensor(
+            0 if job.expands_again else w * seen * model.kv_values_per_rank(p.tp),
+            ("mla_up_proj",) if model.kv_lora_rank and not joined else (),
+        ),
         "out": Tensor(w * model.output_size / p.tp),
         "log-sum-exps": Tensor(4 * model.num_attention_heads / p.tp, ("core_attn",)),
     }
@@ -213,7 +218,8 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job)
     received, sent = moved or one_document(job, model.widest)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, model.kv_values_per_rank(p.tp)
-    again = ("q", "kv", "log-sum-exps") if "core_attn" in job.recompute.dropped else ()
+    of_core, dropped = "core_attn" in job.recompute.dropped, set(job.recompute.dropped)
+    again = ["q", "kv"] * (of_core or bool(dropped & {*tensors["kv"].modules})) + ["log-sum-exps"] * of_core
     held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
     kernel = (w + 4) * q / min(p.cp, 2) + w * (1 + received) * (kv + expanded)
