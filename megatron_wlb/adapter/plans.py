@@ -104,7 +104,7 @@ class Plans:
         """Whether targets weigh differently, or a digest tells what they weigh."""
         reading, mean = self._readings[split], not self._args.wlb_per_token_loss
         if split != "train":  # which upstream evaluates by means of micro-batches
-            return bool(self._args.wlb_sft)
+            return bool(self._args.wlb_means_in_evaluation)
         return (mean and self._reads(split)) or reading.depths > 0 or reading.digest
 
     def job(self, split: str, step: int) -> Job:

@@ -7,7 +7,7 @@ import itertools
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,8 @@ class Training:
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 
-    def load(self, built: Sequence[Any]) -> None:
-        """Take the datasets of the three splits, and settle how they are trained.
+    def load(self, built: Sequence[Any], split_data: Callable[..., SplitData] = datasets.split_data) -> None:
+        """Take the datasets of the three splits, and settle how they are trained; `split_data` says what they hold.
 
         Raises ValueError for an empty training split, and for an empty validation set if the run evaluates.
         """
@@ -129,7 +129,7 @@ class Training:
         first = {"train": _consumed(args)}
         if not args.skip_train and not args.full_validation:
             first["valid"] = args.consumed_valid_samples
-        self._splits = {name: datasets.split_data(each, args, name, first.get(name, 0)) for name, each in sets.items()}
+        self._splits = {name: split_data(each, args, name, first.get(name, 0)) for name, each in sets.items()}
         if args.full_validation and not args.multiple_validation_sets:
             # Upstream takes its own number of steps for a list.
             args.eval_iters, args.full_validation = self._splits["valid"].steps, False
@@ -214,7 +214,7 @@ class Training:
             # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
             get_attr_wrapped_model(model, "set_input_tensor")(None)
         # Upstream's evaluation of conversations is the mean of their micro-batches' means.
-        of_means = batch.split != "train" and self._args.wlb_sft
+        of_means = batch.split != "train" and self._args.wlb_means_in_evaluation
         given = None if weights is None else weights[0]
         return output, functools.partial(token_loss, self._args, loss_mask, given, reports_weighted=of_means, seen=seen)
 
