@@ -35,11 +35,18 @@ def tokenizer(folder):
 
 
 @pytest.fixture(scope="module")
-def pretrained(folder, dataset, tokenizer):
-    """A checkpoint to begin with."""
-    saved = {"save": str(folder / "pretrained"), "save_interval": 1}
-    run(1, dataset, folder / "pretrained.jsonl", steps=1, checkpoint=saved, vocab_size=VOCABULARY)
-    return {"pretrained_checkpoint": saved["save"]}
+def pretrained(folder, dataset):
+    """Checkpoints to begin with, by the fields of the model."""
+
+    @functools.cache
+    def run_once(*model):
+        path = folder / f"pretrained {len(model)}"
+        saved = {"save": str(path), "save_interval": 1}
+        options = {"checkpoint": saved, "vocab_size": VOCABULARY} | dict(model)
+        run(1, dataset, folder / "pretrained.jsonl", steps=1, **options)
+        return {"pretrained_checkpoint": str(path)}
+
+    return run_once
 
 
 def made_up(seed):
@@ -67,12 +74,16 @@ VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": Tru
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
-OF_MODEL = {*PER_TOKEN, *EXPERTS} - {"expert_model_parallel_size"}
+OF_EXPERTS = EXPERTS.keys() - {"expert_model_parallel_size"}
+
+
+def chosen(options, names):
+    return tuple((name, options[name]) for name in sorted(options.keys() & names))
 
 
 @pytest.fixture(scope="module")
 def common(pretrained, tokenizer):
-    return {"vocab_size": VOCABULARY, "tokenizer": tokenizer, "checkpoint": pretrained, "micro_batch_size": 1}
+    return {"vocab_size": VOCABULARY, "tokenizer": tokenizer, "checkpoint": pretrained(), "micro_batch_size": 1}
 
 
 def ours(size, dataset, log, **options):
@@ -86,12 +97,13 @@ def compare_all(got, want):
 
 
 @pytest.fixture(scope="module")
-def bridges(packed, common):
-    """Bridge's own run of these packs in one process."""
+def bridges(packed, common, pretrained):
+    """Bridge's own run of these packs in one process, by the fields of its model."""
 
     @functools.cache
-    def run_alone(*options):
-        return run(1, packed, call=alone, **common | dict(options))
+    def run_alone(*model):
+        begins = {"checkpoint": pretrained(*chosen(dict(model), OF_EXPERTS))}
+        return run(1, packed, call=alone, **common | begins | dict(model))
 
     return run_alone
 
@@ -104,11 +116,13 @@ def bridges(packed, common):
         (2, PP2),
         (4, VPP2 | CP2 | SELECTIVE),
         (2, TP2 | FULL | PER_TOKEN),
+        (2, EXPERTS),
     ],
 )
-def test_packs_equal_bridge(size, layout, packed, common, bridges, tmp_path):
-    got = ours(size, packed, tmp_path / "log.jsonl", **common | layout)
-    compare_all(got, bridges(*((name, value) for name, value in layout.items() if name in OF_MODEL)))
+def test_packs_equal_bridge(size, layout, packed, common, pretrained, bridges, tmp_path):
+    begins = {"checkpoint": pretrained(*chosen(layout, OF_EXPERTS))}
+    got = ours(size, packed, tmp_path / "log.jsonl", **common | begins | layout)
+    compare_all(got, bridges(*chosen(layout, OF_EXPERTS | PER_TOKEN.keys())))
 
 
 @pytest.fixture(scope="module")
