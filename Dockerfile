@@ -13,7 +13,7 @@ WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE megatron_wlb_hook.py megatron_wlb_hook.pth ./
 COPY csrc csrc
 COPY megatron_wlb megatron_wlb
-COPY rehearsal rehearsal
+COPY megatron_rehearsal megatron_rehearsal
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON} AS analyze
@@ -36,7 +36,7 @@ WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE megatron_wlb_hook.py megatron_wlb_hook.pth ./
 COPY csrc csrc
 COPY megatron_wlb megatron_wlb
-COPY rehearsal rehearsal
+COPY megatron_rehearsal megatron_rehearsal
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . msgspec==0.22.0
 
 FROM ${BASE} AS train

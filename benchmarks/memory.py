@@ -77,7 +77,7 @@ def rehearsed(name: str, folder: Path) -> list[results.Row]:
     path = folder / f"{name}.json"
     if not path.exists():
         options = ["--gpu", "h100", "--gpu-memory", str(CARD), "--ranks", ranks, "--steps", str(STEPS)]
-        whole = [sys.executable, "-m", "rehearsal", *options, "--json", str(path), "--", *words]
+        whole = [sys.executable, "-m", "megatron_rehearsal", *options, "--json", str(path), "--", *words]
         subprocess.run(whole, cwd=results.ROOT, check=False)  # its status is the verdict
         if not path.exists():
             sys.exit(f"{name} was not rehearsed, see above")

@@ -2,18 +2,20 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGE, REHEARSAL = ROOT / "megatron_wlb", ROOT / "rehearsal"
+PACKAGE, REHEARSAL = ROOT / "megatron_wlb", ROOT / "megatron_rehearsal"
 
 LAYERS = """
 settings model documents files _native hardware pipeline job cost sharding packing simulate plan loops describe
-__init__ runtime adapter bridge cli __main__ run rehearsal
+__init__ runtime adapter bridge cli __main__ run megatron_rehearsal
 """.split()
 """Rooms: files and folders of the package, and the package above it. Each may import itself and those before it."""
 ONLY = {
@@ -26,8 +28,8 @@ ONLY = {
 }
 """Rooms that may import fewer."""
 FRAMEWORKS = {
-    "torch": ("runtime", "adapter", "rehearsal"),
-    "megatron": ("adapter", "bridge", "rehearsal"),
+    "torch": ("runtime", "adapter", "megatron_rehearsal"),
+    "megatron": ("adapter", "bridge", "megatron_rehearsal"),
     "transformer_engine": (),
     "flash_attn": (),
 }
@@ -112,6 +114,18 @@ def test_neither_files_nor_rooms_import_in_a_circle():
                 rooms[room(module)].add(room(imported))
     for graph in (files, rooms):
         TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_what_is_imported_is_declared_with_a_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["analysis"], *extras["train"], *extras["sft"]]
+    bounds = {re.match("[a-z0-9-]+", each)[0].replace("-", "_"): ">=" in each for each in declared}
+    found = {imported.partition(".")[0] for module in MODULES for imported, _ in imports(module)}
+    found -= {*sys.stdlib_module_names, PACKAGE.name, REHEARSAL.name}
+    assert len(found) > 10
+    assert not [name for name in found if {"megatron": "megatron_core"}.get(name, name) not in bounds]
+    assert {name for name, is_bounded in bounds.items() if not is_bounded} == {"megatron_wlb", "triton", "psutil"}
 
 
 def test_planning_runs_where_torch_and_megatron_are_blocked():

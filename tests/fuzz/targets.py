@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.fixed import FixedPacking
+from megatron_rehearsal.__main__ import task_of
+from megatron_rehearsal.allowed import of_log
 from megatron_wlb.cli import compare
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.describe.flags import add_wlb_arguments
@@ -22,8 +24,6 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan.dataset import check_index, read_index, read_lengths, suspicious_layout
 from megatron_wlb.plan.packer import Packer
-from rehearsal.__main__ import task_of
-from rehearsal.allowed import of_log
 from tests import jobs
 from tests.jobs import job
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rehearsal import build
+from megatron_rehearsal.allowed import of_log
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.flags import add_wlb_arguments
-from rehearsal import build
-from rehearsal.allowed import of_log
 from tests.cli.analyses import printed
 
 HOSTILE = {
@@ -76,7 +76,7 @@ def test_a_rehearsal_writes_in_its_own_folder_alone_and_asks_nobody(tmp_path):
     other.write_text("precious")
     program = f"""
 import os, shutil, socket, subprocess
-from rehearsal.allowed import confine
+from megatron_rehearsal.allowed import confine
 own, other = {str(own)!r}, {str(other)!r}
 confine(own)
 for code in {[*SAID]}:

@@ -2,11 +2,11 @@
 
 import pytest
 
+from megatron_rehearsal import match as matching
+from megatron_rehearsal.match import MAKING, Call
+from megatron_rehearsal.record import Kind
+from megatron_rehearsal.run import chosen
 from megatron_wlb.job import Parallel
-from rehearsal import match as matching
-from rehearsal.match import MAKING, Call
-from rehearsal.record import Kind
-from rehearsal.run import chosen
 
 PAIR, OTHER = ("0//cuda//0", (0, 1)), ("1//cuda//0", (0, 1))
 

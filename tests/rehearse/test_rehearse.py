@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rehearsal import record, run
+from megatron_rehearsal.__main__ import _ranks, main
+from megatron_rehearsal.build import library
+from megatron_rehearsal.match import match
+from megatron_rehearsal.record import Kind
 from megatron_wlb.cli.launch import read_command
 from megatron_wlb.job import Parallel
-from rehearsal import record, run
-from rehearsal.__main__ import _ranks, main
-from rehearsal.build import library
-from rehearsal.match import match
-from rehearsal.record import Kind
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.datasets import write_dataset
 from tests.cli.analyses import printed
@@ -197,8 +197,8 @@ def test_attention_of_cudnn_runs_over_the_stand_in():
     """By torch's own graphs here; TransformerEngine makes the same calls."""
     code = """
 import os
-from rehearsal.task import GPUS
-from rehearsal.worker import Watch
+from megatron_rehearsal.task import GPUS
+from megatron_rehearsal.worker import Watch
 Watch(GPUS["h100"])
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -216,9 +216,9 @@ def test_kernels_of_triton_are_launched_and_not_compiled(tmp_path):
     script = tmp_path / "kernels.py"
     script.write_text("""
 import ctypes, os, torch, triton
-from rehearsal import kernels
-from rehearsal.task import GPUS
-from rehearsal.worker import Watch
+from megatron_rehearsal import kernels
+from megatron_rehearsal.task import GPUS
+from megatron_rehearsal.worker import Watch
 Watch(GPUS["h100"])
 launches = []
 kernels.install(lambda *given: launches.append(given) or ctypes.CDLL(None).cuLaunchKernel(*given))

@@ -65,7 +65,7 @@ def read(path: str, args: Namespace) -> Conversations:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        raise ValueError(f"{path} needs the datasets library, as for upstream's --sft; install it") from error
+        raise ValueError(f"{path} needs the datasets library; pip install '.[sft]' in a clone") from error
     compute: Any = importlib.import_module("pyarrow.compute")
     files, tokenizer, skipped = _files(path), _tokenizer(args), args.wlb_sft_skip or ()
     tables = [_tokenized(file, tokenizer, args.data_cache_path, datasets) for file in files]

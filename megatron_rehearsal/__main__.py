@@ -23,6 +23,9 @@ from typing import Any
 
 import msgspec
 
+from megatron_rehearsal.build import transformer_engine
+from megatron_rehearsal.run import chosen, rehearse, verdict
+from megatron_rehearsal.task import GPUS, Task
 from megatron_wlb import files
 from megatron_wlb.cli.common import console, integer, progress, render, table, write_json, writer
 from megatron_wlb.cli.data import data_of, names_of
@@ -34,9 +37,6 @@ from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import parallel_of
 from megatron_wlb.describe.refusals import refusal
 from megatron_wlb.job import Parallel
-from rehearsal.build import transformer_engine
-from rehearsal.run import chosen, rehearse, verdict
-from rehearsal.task import GPUS, Task
 
 LEAST_GIB, MOST_GIB = 0.125, 1024
 """Bounds on the memory of a card."""
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
         rows, waits = [_row(rank) for rank in seen], [*_waits(seen)]
         notes.append("GiB, and counts of the last step. Nothing was computed, and no time was measured.")
         if page is not None:
-            from rehearsal.pictures import sections
+            from megatron_rehearsal.pictures import sections
 
             values = {"verdict": _sentence(said), "remedy": _sentence(remedy), "fits": said == "fits"}
             values |= {"gpu": gpu.name, "gib": gpu.gib, "world_size": task.world_size}

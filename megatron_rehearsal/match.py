@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rehearsal.record import SYNCS, Kind
+from megatron_rehearsal.record import SYNCS, Kind
 
 MAKING = -1
 """Stands for the stream, with a queue of its own, in which a rank makes communicators."""

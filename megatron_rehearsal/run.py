@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_rehearsal import record
+from megatron_rehearsal.build import library
+from megatron_rehearsal.match import match, program
+from megatron_rehearsal.task import Task
 from megatron_wlb.job import Parallel
-from rehearsal import record
-from rehearsal.build import library
-from rehearsal.match import match, program
-from rehearsal.task import Task
 
 ROOM = 0.95
 """Share of a card that may be reserved: the rest is for what a rehearsal does not see, the context and NCCL."""
@@ -67,7 +67,7 @@ def rehearse(
 
 
 def _run(task: Task, ranks: Sequence[int], folder: Path) -> Generator[tuple[int, int | None]]:
-    """Run `rehearsal.worker`; yields ranks that have ended, with their status; None: it ended itself."""
+    """Run `megatron_rehearsal.worker`; yields ranks that have ended, with their status; None: it ended itself."""
     cuda = str(library() / "libcuda.so.1")  # cuDNN's frontend opens a library for itself
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
     environment |= {"LD_PRELOAD": cuda, "LD_LIBRARY_PATH": str(library()), "CUDNN_FRONTEND_CUDART_LIB_NAME": cuda}
@@ -78,7 +78,7 @@ def _run(task: Task, ranks: Sequence[int], folder: Path) -> Generator[tuple[int,
     given = folder / "task.json"
     given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, ranks=ranks, folder=str(folder))))
     # -P: nothing that happens to lie in this folder is imported.
-    command = [sys.executable, "-P", "-m", "rehearsal.worker", str(given)]
+    command = [sys.executable, "-P", "-m", "megatron_rehearsal.worker", str(given)]
     options: Any = {"text": True, "env": environment, "start_new_session": True}
     left = [*ranks]
     with (

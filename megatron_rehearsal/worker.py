@@ -1,4 +1,4 @@
-"""Ranks of a rehearsal, with the stand-in loaded: `python -m rehearsal.worker TASK.json`.
+"""Ranks of a rehearsal, with the stand-in loaded: `python -m megatron_rehearsal.worker TASK.json`.
 
 Each runs what the job's script runs in a fork, since imports take longer than most ranks, and as many at a time as
 there are processors. Standard output has a line "RANK STATUS" for each that has ended.
@@ -26,11 +26,11 @@ import msgspec
 import numpy as np
 import torch
 
+from megatron_rehearsal import allowed, kernels, world
+from megatron_rehearsal.experts import Experts
+from megatron_rehearsal.task import Gpu, Task
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.simulate import memory
-from rehearsal import allowed, kernels, world
-from rehearsal.experts import Experts
-from rehearsal.task import Gpu, Task
 
 _DATA = "data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path".split()
 _UNSET = (
