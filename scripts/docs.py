@@ -94,7 +94,7 @@ def versions() -> str:
     jobs = (ROOT / ".github/workflows/ci.yml").read_text()
     pythons = re.findall(r'"(3\.\d+)"', re.findall(r"python: \[(.*?)\]", jobs)[0])
     (planning,) = re.findall(r'python-version: "(3\.\d+)"', jobs)
-    (bridge,) = re.findall(r"megatron-bridge==([\d.]+)", (ROOT / "docs/integrations.md").read_text())
+    (bridge,) = re.findall(r"megatron-bridge==([\d.]+)", (ROOT / "requirements/bridge.txt").read_text())
     measured = _result("training_h100")["versions"]
     (engines,) = re.findall(
         r"TransformerEngine ([\d.]+ to [\d.]+)\.\n", (ROOT / "megatron_wlb/runtime/backends/te.py").read_text()
