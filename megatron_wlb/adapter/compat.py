@@ -21,7 +21,8 @@ from packaging.version import Version
 
 from megatron_wlb import files
 from megatron_wlb.describe.arguments import MegatronArguments
-from megatron_wlb.describe.megatron import has_linear_layers, parallel_of
+from megatron_wlb.describe.megatron import parallel_of
+from megatron_wlb.layers.linear import has_linear_layers
 
 _COMMON = "megatron.core.models.common"
 

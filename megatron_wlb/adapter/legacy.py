@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_wlb.adapter import compat, functions
-from megatron_wlb.describe.megatron import has_linear_layers
 from megatron_wlb.describe.refusals import dispatches
+from megatron_wlb.layers.linear import has_linear_layers
 
 
 def check(args: Namespace) -> None:

@@ -32,7 +32,7 @@ from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
-from megatron_wlb.describe.megatron import has_linear_layers
+from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all, attention
