@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.adapter import compat, datasets, jobs, report
 from megatron_wlb.adapter.clock import attended_squares
-from megatron_wlb.adapter.model import foreign_core
+from megatron_wlb.adapter.layers.attention import foreign_core
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.describe.adapt import adapt
 from megatron_wlb.describe.flags import add_wlb_arguments

@@ -116,7 +116,7 @@ def test_the_report_that_is_shown_is_the_one_on_record():
 
 
 def test_everything_of_upstreams_that_is_replaced_has_a_row():
-    source = "\n".join(path.read_text() for path in (ROOT / "megatron_wlb" / "adapter").glob("*.py"))
+    source = "\n".join(path.read_text() for path in (ROOT / "megatron_wlb" / "adapter").rglob("*.py"))
     replaced = re.findall(r'\breplaced\(\s*(?!all_to_all,|attention,)[\w.]+,\s*"(\w+)"', source)  # which is ours
     assert len(replaced) == source.count("replaced(") - 5 > 8  # and its definition, and one of the table
     replaced += [row.tracker[1] for row in compat.SUPPORTED.values()]

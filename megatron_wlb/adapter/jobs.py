@@ -62,7 +62,7 @@ def _check_spec(module: str, name: str = "", *, of_stack: bool = False) -> None:
     a function, which makes a layer alone, is called later."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_wlb.adapter.model import check_layer, check_stack
+    from megatron_wlb.adapter.layers import check_layer, check_stack
 
     try:
         spec = getattr(importlib.import_module(module), name)

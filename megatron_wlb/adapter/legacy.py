@@ -67,7 +67,10 @@ def _scaled(args: Namespace, original: Any) -> Any:
 
 def _built(training: Any) -> Callable[[Any], Any]:
     """Wrap the constructor of GPTModel to make a chunk of the model as the run needs it."""
-    from megatron_wlb.adapter.model import adapt_mtp
+    from megatron_wlb.adapter import layers
+    from megatron_wlb.adapter.layers.mtp import adapt_mtp
+
+    adapt = functools.partial(layers.adapt, options=training.attention)
 
     def constructing(original: Any) -> Any:
         def __init__(self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +82,7 @@ def _built(training: Any) -> Callable[[Any], Any]:
             spec = chunk.transformer_layer_spec(config, call.arguments.get("vp_stage"))
             call.arguments["transformer_layer_spec"] = spec
             for layer in getattr(call.arguments.get("mtp_block_spec"), "layer_specs", ()):
-                adapt_mtp(layer, config, training.attention)
+                adapt_mtp(layer, config, adapt)
             original(*call.args, **call.kwargs)
             for hook in chunk.pre_wrap_hooks:
                 hook([self])

@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_wlb import layers
-from megatron_wlb.describe.arguments import DELTA_NETS, MegatronArguments, flag_of, short
+from megatron_wlb.describe.arguments import MegatronArguments, flag_of, short
 from megatron_wlb.job import MAX_TOKENS
-from megatron_wlb.model import DELTA_NET, EXPERTS, FULL, MODELS, WINDOWED, ModelShape
+from megatron_wlb.model import EXPERTS, FULL, MODELS, WINDOWED, ModelShape
 
 MOST_LAYERS = 1 << 12
 """Of a list, as long as `--num-layers` may be."""
@@ -69,9 +69,9 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
         kinds = list(a.hybrid_layer_pattern.replace("|", ""))
         if EXPERTS in kinds and not a.num_experts:
             raise ValueError("--hybrid-layer-pattern has E without --num-experts; give both or none")
-    elif a.experimental_attention_variant in DELTA_NETS:
+    elif variant := layers.VARIANTS.get(a.experimental_attention_variant or ""):
         linear = _flags("linear_attention_freq", a.linear_attention_freq or "", count)
-        kinds = [DELTA_NET if each else FULL for each in linear]
+        kinds = [variant.letters if each else FULL for each in linear]
     window = _window(a.window_size)
     if window is not None:
         frequency = a.window_attn_skip_freq

@@ -17,6 +17,8 @@ _ATTENTION, _LATENTS = Attention(), LatentAttention()
 KINDS: tuple[Part, ...] = (DeltaNet(), Mamba(), Mlp(), Experts(), _LATENTS, _ATTENTION)
 """All of them, in the order in which their refusals are printed."""
 _PARTS = {letter: kind for kind in KINDS if kind is not _LATENTS for letter in kind.letters}
+VARIANTS = {name: kind for kind in KINDS for name in kind.variants}
+"""Kinds by their names in `--experimental-attention-variant`."""
 LINEAR = " and ".join(kind.title for kind in KINDS if isinstance(kind, LinearLayer))
 """Names of all linear layers, for messages."""
 

@@ -19,33 +19,35 @@ def gated_delta_net(*, key_heads: int, value_heads: int, key_dim: int, value_dim
     return Mixer(projected=projected, inner=values, scan=3 * value_heads * key_dim * value_dim, kept=kept)
 
 
-def _has_delta_nets(a: Any) -> bool:
-    return bool(a.experimental_attention_variant) or DELTA_NET in (a.hybrid_layer_pattern or "")
+def has_delta_nets(a: Any) -> bool:
+    of_pattern = DELTA_NET in (getattr(a, "hybrid_layer_pattern", None) or "")
+    return of_pattern or bool(getattr(a, "experimental_attention_variant", None))
 
 
 class DeltaNet(LinearLayer):
     letters = DELTA_NET
     title = "gated delta nets"
+    variants = ("gated_delta_net", "gdn")
     modules = ("attn",)
     refused: ClassVar[Rules] = {
         (
             "--linear-num-key-heads and --linear-num-value-heads do not divide by --tensor-model-parallel-size x "
             "--context-parallel-size, and every rank computes whole heads; give fewer ranks"
         ): lambda a: (
-            _has_delta_nets(a)
+            has_delta_nets(a)
             and any(
                 heads % ranks_of_heads(a) for heads in (a.linear_num_key_heads or 16, a.linear_num_value_heads or 32)
             )
         ),
         "--deterministic-mode has no gated delta nets by document in upstream; leave it out": lambda a: (
-            _has_delta_nets(a) and a.deterministic_mode
+            has_delta_nets(a) and a.deterministic_mode
         ),
         (
             "--tensor-model-parallel-size over 1 without --sequence-parallel leaves gradients of norms in gated delta "
             "nets that upstream does not sum over ranks; give --sequence-parallel"
-        ): lambda a: _has_delta_nets(a) and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
+        ): lambda a: has_delta_nets(a) and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
         "gated delta nets know no activation but SiLU, and upstream fails at the first step with another; give "
-        "--swiglu": lambda a: _has_delta_nets(a) and not a.swiglu,
+        "--swiglu": lambda a: has_delta_nets(a) and not a.swiglu,
     }
 
     def sizes(self, a: Any, sizes: dict[str, Any]) -> dict[str, Any]:

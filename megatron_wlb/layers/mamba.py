@@ -17,10 +17,14 @@ def mamba(*, heads: int, head_dim: int, groups: int, state_dim: int) -> Mixer:
     return Mixer(projected=projected, inner=inner, scan=2 * inner * state_dim, kept=projected + 2 * inner)
 
 
+def has_mamba(a: Any) -> bool:
+    return MAMBA in (getattr(a, "hybrid_layer_pattern", None) or "")
+
+
 def _heads(a: Any) -> int:
     """Heads of a Mamba layer, 0 without such layers."""
     counted = a.mamba_num_heads or 2 * (a.hidden_size or 0) // (a.mamba_head_dim or 64)
-    return counted if MAMBA in (a.hybrid_layer_pattern or "") else 0
+    return counted if has_mamba(a) else 0
 
 
 class Mamba(LinearLayer):

@@ -40,6 +40,8 @@ class Part:
 
     letters: ClassVar[str]
     """In `ModelShape.pattern` and `ModelShape.parts_of`."""
+    variants: ClassVar[tuple[str, ...]] = ()
+    """Values of `--experimental-attention-variant` that stand for it."""
     modules: ClassVar[tuple[str, ...]]
     """Modules of `--cuda-graph-modules` that replay it."""
     kernels: ClassVar[tuple[int, int]]

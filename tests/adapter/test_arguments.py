@@ -19,7 +19,8 @@ from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
 from megatron_wlb.adapter import compat, cpu, data, datasets, jobs, legacy
-from megatron_wlb.adapter.model import WlbCoreAttention, check_stack
+from megatron_wlb.adapter.layers import check_stack
+from megatron_wlb.adapter.layers.attention import WlbCoreAttention
 from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe.arguments import Refused, rows
 from megatron_wlb.describe.flags import add_wlb_arguments
