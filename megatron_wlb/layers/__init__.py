@@ -30,14 +30,10 @@ def part_of(model: ModelShape, letter: str) -> Part:
 
 
 def refused() -> Rules:
-    rules = dict(REFUSED)
-    for kind in KINDS:
-        rules |= kind.refused
-    return rules
+    """Return what `--wlb` cannot serve of any kind."""
+    return REFUSED | {text: holds for kind in KINDS for text, holds in kind.refused.items()}
 
 
 def differs() -> Rules:
-    rules = dict(DIFFERS)
-    for kind in KINDS:
-        rules |= kind.differs
-    return rules
+    """Return how any kind is trained otherwise than without `--wlb`."""
+    return DIFFERS | {text: holds for kind in KINDS for text, holds in kind.differs.items()}

@@ -29,5 +29,5 @@ class Attention(Part):
         }
 
     def values(self, job: Job) -> int:
-        # Norms of latents, and rotary embedding.
-        return 2 * (job.model.query_size + job.model.key_size + job.model.latent_size)
+        # Rotary embedding.
+        return 2 * (job.model.query_size + job.model.key_size)

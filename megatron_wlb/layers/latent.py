@@ -12,6 +12,9 @@ _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "
 
 class LatentAttention(Attention):
     refused: ClassVar[Rules] = {
+        "--hybrid-layer-pattern with --multi-latent-attention has not been tried; leave one of them out": lambda a: (
+            a.hybrid_layer_pattern and a.multi_latent_attention
+        ),
         (
             "--position-embedding-type yarn with --multi-latent-attention, whose layers rotate by themselves; give "
             "rope, and --rope-type yarn"
@@ -38,6 +41,9 @@ class LatentAttention(Attention):
         kv = (1 if job.expands_again else norms) * seen * model.kv_lora_rank
         rotated = (4 + (p.cp if job.expands_again else 0)) * model.qk_pos_emb_head_dim
         return found | {"latents": Tensor(w * ((norms * model.q_lora_rank + kv) / p.sequence_ranks + rotated))}
+
+    def values(self, job: Job) -> int:
+        return super().values(job) + 2 * job.model.latent_size  # their norms
 
     def again(self, job: Job, dropped: set[str]) -> Again:
         found = Again()

@@ -21,9 +21,6 @@ def ranks_of_heads(a: Any) -> int:
 
 
 REFUSED: Rules = {
-    "--hybrid-layer-pattern with --multi-latent-attention has not been tried; leave one of them out": lambda a: (
-        a.hybrid_layer_pattern and a.multi_latent_attention
-    ),
     "FP8 and FP4 have not been tried in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
         lambda a: has_linear_layers(a) and (a.fp8 or a.fp4)
     ),
