@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.attention import fitted
-from megatron_wlb.cost.attention import attention_kernels, exchange_model, exposed_exchange
+from megatron_wlb.cost.attention import attention_kernels, exchange_model, exposed_exchange, ring_counts, ring_sums
 from megatron_wlb.documents import SEGMENT, Shard, ShardPlan, document_work
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import Job
@@ -152,16 +152,15 @@ def ring_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
     Documents of the same ranks share a ring, which reaches from the first rank that holds one to the last.
     """
     held, kernels, ring = Ownership(plan), attention_kernels(job), replace(job, cp_exchange="ring")
-    tiles, lives = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)), held.holds
+    lives, (attention, added) = held.holds, np.zeros((2, 2, held.cp))
     rings = np.stack((lives.argmax(axis=1), held.cp - lives[:, ::-1].argmax(axis=1)), axis=1)
-    attention, added = np.zeros((2, 2, held.cp))
     for first, stop in np.unique(rings, axis=0).tolist():
-        documents, size = (rings == (first, stop)).all(axis=1), stop - first
-        counts = tiles[documents][:, :, first:stop].sum(axis=0)
-        forward, backward = (kernel.time(size, *counts) for kernel in kernels)
-        alone = replace(ring, parallel=replace(job.parallel, cp=size))
+        lengths, size = plan.lengths[(rings == (first, stop)).all(axis=1)], stop - first
+        alone, rows = replace(ring, parallel=replace(job.parallel, cp=size)), np.array([float(lengths.sum())])
+        sums, counts = ring_sums(alone, rows, np.array([True])), ring_counts(lengths, size, kernels[0].tile_rows)
+        forward, backward = (kernel.time(size, *counts) + more[0] for kernel, more in zip(kernels, sums, strict=True))
         slowest = forward.max(keepdims=True), backward.max(keepdims=True)
-        hops = exposed_exchange(alone, plan.lengths[documents].sum(keepdims=True).astype(float), slowest)
+        hops = exposed_exchange(alone, rows, slowest)
         attention[:, first:stop] += forward, backward
         added[:, first:stop] += hops
     return attention, added

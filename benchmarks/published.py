@@ -107,7 +107,13 @@ SHAPES = {
     r"Qwen3.*235B": MODELS["qwen3-235b-a22b"],
     r"DeepSeek.?V3(?!.*proxy)": MODELS["deepseek-v3"],
     r"Kimi K2": replace(
-        MODELS["deepseek-v3"], num_attention_heads=64, num_query_groups=64, padded_vocab_size=163840, num_experts=384
+        MODELS["deepseek-v3"],
+        num_attention_heads=64,
+        num_query_groups=64,
+        padded_vocab_size=163840,
+        num_experts=384,
+        moe_router_num_groups=1,
+        moe_router_group_topk=1,
     ),
 }
 """Published configurations of models that rows only name, with experts in all layers."""

@@ -31,7 +31,9 @@ if not torch.cuda.is_available() and "megatron.core" not in sys.modules:
 
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
-from megatron_wlb.adapter import compat, jobs, legacy
+from megatron_wlb.adapter import jobs
+from megatron_wlb.adapter.upstream import legacy
+from megatron_wlb.adapter.upstream.versions import SUPPORTED, upstream
 from megatron_wlb.describe.adapt import Changes, adapt
 from megatron_wlb.describe.arguments import Refused, rows
 from megatron_wlb.describe.flags import add_wlb_arguments, given_in
@@ -73,7 +75,7 @@ class Judge:
         args = copy.deepcopy(plain)
         if getattr(plain, "model_type", None) not in (None, "gpt"):
             raise ValueError(f"--model-type {plain.model_type} is no GPT or hybrid model of Megatron-core")
-        if compat.upstream().passes_functions:
+        if upstream().passes_functions:
             legacy.check(args)
         changes = adapt(args, given)
         jobs.check(args)
@@ -184,7 +186,7 @@ def main() -> None:
     rows, changed, reasons = judged(read(given.file))
     counts = {verdict: sum(row[verdict] for row in rows) for verdict in VERDICTS}
     total = sum(counts.values())
-    theirs = [row for row in rows if row["megatron"] in compat.SUPPORTED]
+    theirs = [row for row in rows if row["megatron"] in SUPPORTED]
     found = {
         "accepted": total - counts["refused"],
         "accepted_where_theirs_is_supported": sum(row[v] for row in theirs for v in VERDICTS[:-1]),

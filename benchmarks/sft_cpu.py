@@ -80,7 +80,7 @@ def padded(lengths: np.ndarray, begins: np.ndarray, window: int) -> np.ndarray:
 
 def train_padded(turns: Turns, way: int, argv: list[str], first: int) -> Steps:
     """`train`, of lines that are padded to the window."""
-    from megatron_wlb.adapter import conversations
+    from megatron_wlb.adapter.sources import conversations
 
     read = conversations.read
 

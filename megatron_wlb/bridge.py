@@ -26,10 +26,14 @@ from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_wlb.adapter import compat, datasets, jobs, report
+from megatron_wlb.adapter import jobs
 from megatron_wlb.adapter.clock import attended_squares
 from megatron_wlb.adapter.layers.attention import foreign_core
+from megatron_wlb.adapter.sources import datasets
 from megatron_wlb.adapter.training import Training
+from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers
+from megatron_wlb.adapter.upstream.replaced import replaced
+from megatron_wlb.adapter.upstream.versions import check_version, upstream
 from megatron_wlb.describe.adapt import adapt
 from megatron_wlb.describe.flags import add_wlb_arguments
 
@@ -57,8 +61,8 @@ def pretrain(config: ConfigContainer, callbacks: Any = None, **settings: Any) ->
 
     Raises ValueError for what cannot be served, before any process group exists where that can be told.
     """
-    compat.check_version(megatron.core.__version__)
-    if compat.upstream().passes_functions:
+    check_version(megatron.core.__version__)
+    if upstream().passes_functions:
         raise ValueError(f"megatron-core {megatron.core.__version__} is that of an older Bridge; take 0.6 or later")
     run = _Run(config, settings)
     manager = normalize_callbacks(callbacks or [])
@@ -88,15 +92,13 @@ class _Run(Callback):  # type: ignore[misc]
 
         saved = ("model", "train_iterator", "iteration")
         with (
-            compat.replaced(bridge, "runtime_config_update", self._configured, ("cfg",)),
-            compat.replaced(setup, "_build_distributed_model", self._built, ("cfg", "pg_collection")),
-            compat.replaced(setup, "setup_data_iterators", self._iterators, ("cfg", "train_state")),
-            compat.replaced(train, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
-            compat.replaced(evaluation, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
-            compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, saved),
-            compat.replaced(report, "get_tensorboard_writer", lambda _: lambda: self._state.tensorboard_logger, ()),
-            compat.replaced(report, "get_wandb_writer", lambda _: lambda: self._state.wandb_logger, ()),
-            compat.prebuilt_dataset_helpers("megatron.bridge.training.initialize"),
+            replaced(bridge, "runtime_config_update", self._configured, ("cfg",)),
+            replaced(setup, "_build_distributed_model", self._built, ("cfg", "pg_collection")),
+            replaced(setup, "setup_data_iterators", self._iterators, ("cfg", "train_state")),
+            replaced(train, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
+            replaced(evaluation, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
+            replaced(checkpointing, "maybe_save_dataloader_state", self._saved, saved),
+            prebuilt_dataset_helpers("megatron.bridge.training.initialize"),
             self._while_training,
         ):
             yield
@@ -134,6 +136,7 @@ class _Run(Callback):  # type: ignore[misc]
                 padded = calculate_padded_vocab_size(padded, multiple, tp)
             self._args.padded_vocab_size = padded
             self._training = Training(self._args)
+            self._training.writes_to(lambda: (self._state.tensorboard_logger, self._state.wandb_logger))
             _check_attention(model)
             # What `configure` wants of upstream's model config; a provider is its own transformer config.
             spec = model.transformer_layer_spec

@@ -86,6 +86,9 @@ class ModelShape:
     """Experts that a token goes to; 0: a dense model."""
     num_experts: SizeOrNone = 0
     """Experts of a layer; 0: those of a token."""
+    moe_router_num_groups: Count = 1
+    """Groups of experts, of which a token goes to `moe_router_group_topk`."""
+    moe_router_group_topk: Count = 1
     shared_ffn_hidden_size: SizeOrNone = 0
     """The part of `ffn_hidden_size` that is of shared experts."""
     mtp_num_layers: SizeOrNone = 0
@@ -110,6 +113,11 @@ class ModelShape:
             raise ValueError(
                 f"num_query_groups (--num-query-groups) is {self.num_query_groups}, which does not divide "
                 f"{self.num_attention_heads} attention heads; change one of them"
+            )
+        if self.moe_router_group_topk > self.moe_router_num_groups:
+            raise ValueError(
+                f"moe_router_group_topk (--moe-router-group-topk) is {self.moe_router_group_topk} of "
+                f"{self.moe_router_num_groups} groups of experts (--moe-router-num-groups); change one of them"
             )
         known = FULL + WINDOWED + "".join(MIXERS) + (MLP + EXPERTS) * self.hybrid
         needs = {
@@ -333,6 +341,7 @@ def latent_sizes(
 _EXPERTS = {"moe_router_topk": 8, "num_experts": 128, "qk_layernorm": True}
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 _V2_LITE, _V3 = (latent_sizes(q_lora_rank=rank, **_DEEPSEEK) for rank in (None, 1536))
+_V3 |= {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
 MODELS = {
     "550m": shape(24, 1280, 3456, 10, 10, 32000),
     "llama2-7b": shape(32, 4096, 11008, 32, 32, 32000),

@@ -152,7 +152,7 @@ class Run:
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
         from megatron.training import arguments, training
 
-        from megatron_wlb.adapter import compat
+        from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers
 
         replacements: list[tuple[Any, ...]] = [
             (MoEAlltoAllTokenDispatcher, "preprocess", self._experts.preprocess, "routing_map"),
@@ -171,7 +171,7 @@ class Run:
             # A package that is here is taken to compute correctly.
             replacements.append((backends, "try_backend", lambda *_: None, "backend"))
             replacements.append((Plans, "begin", self._begin, "split", "step"))
-        with compat.prebuilt_dataset_helpers(), contextlib.ExitStack() as stack:
+        with prebuilt_dataset_helpers(), contextlib.ExitStack() as stack:
             for each in replacements:
                 stack.enter_context(_replaced(*each))
             self._run_script()
@@ -278,12 +278,12 @@ class Run:
 
 def _replaced(module: Any, name: str, instead: Any, *parameters: str) -> contextlib.AbstractContextManager[None]:
     """Return a context in which `instead` is called for `module.name`, with the original before its arguments."""
-    from megatron_wlb.adapter import compat
+    from megatron_wlb.adapter.upstream.replaced import replaced
 
     def make(original: Any) -> Any:
         return functools.wraps(original)(lambda *args, **kwargs: instead(original, *args, **kwargs))
 
-    return compat.replaced(module, name, make, parameters)
+    return replaced(module, name, make, parameters)
 
 
 def _build(original: Any, builder: Any) -> Any:

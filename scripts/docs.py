@@ -16,7 +16,7 @@ from benchmarks.dynamic_cp import PROFILES as GPUS
 from benchmarks.paper import report
 from benchmarks.results import Row
 from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER, Case
-from megatron_wlb.adapter import compat
+from megatron_wlb.adapter.upstream.versions import SUPPORTED
 from megatron_wlb.cli.analyze.report import CLOSE
 from megatron_wlb.describe.adapt import ADAPTATIONS, said
 from megatron_wlb.describe.arguments import Refused, flag_of, rows
@@ -99,7 +99,7 @@ def versions() -> str:
     (engines,) = re.findall(
         r"TransformerEngine ([\d.]+ to [\d.]+)\.\n", (ROOT / "megatron_wlb/runtime/backends/te.py").read_text()
     )
-    *minors, newest = compat.SUPPORTED
+    *minors, newest = SUPPORTED
     releases = ", ".join(f"{minor}.x" for minor in minors)
     return _table(
         ["", "tested", "expected to work", "refused"],

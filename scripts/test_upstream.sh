@@ -65,7 +65,7 @@ train() { # NAME CHECKOUT SCRIPT..., which are flags of torchrun's, and ours
     # Losses alone: times differ from run to run.
     grep -o 'lm loss: [^|]*\|wlb step.* documents' "$work/$name.txt" >"$work/$name.losses"
     if grep '> wlb: .* newer' "$work/$name.txt"; then
-        echo "test_upstream: add this to megatron_wlb/adapter/functions.py if $name is right" >&2
+        echo "test_upstream: add this to megatron_wlb/adapter/upstream/scripts.py if $name is right" >&2
         exit 1
     fi
 }

@@ -31,6 +31,10 @@ FRAMEWORKS = {
     "flash_attn": (),
 }
 """Which rooms may import what; the attention backends find their packages by name."""
+EXTRAS = {
+    f"megatron_wlb.adapter.{name}" for name in "cpu sources.conversations sources.sft tiles upstream.legacy".split()
+}
+"""What only some runs need: others import it inside functions alone."""
 IN_FUNCTIONS = {"cli": ("torch", "adapter", "runtime")}
 """What a room may import inside functions alone, since most of its commands run without."""
 
@@ -79,6 +83,17 @@ def test_every_import_is_of_a_lower_layer():
         for module in MODULES
         for imported, in_function in imports(module)
         if not allowed(room(module), room(imported), in_function)
+    ]
+    assert not offences, "\n".join(offences)
+
+
+def test_what_only_some_runs_need_is_imported_where_they_do():
+    assert MODULES.keys() >= EXTRAS
+    offences = [
+        f"{module} imports {imported}"
+        for module in MODULES.keys() - EXTRAS
+        for imported, in_function in imports(module)
+        if imported in EXTRAS and not in_function
     ]
     assert not offences, "\n".join(offences)
 

@@ -3,8 +3,8 @@
 import contextlib
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.timeline import run
+from megatron_wlb.runtime import spans
 
 
 @contextlib.contextmanager
@@ -67,19 +68,9 @@ class Clock:
         for way in ways:
             found[way].append([part for each in parts[way] for part in each])
 
-    def exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `runtime.all_to_all._all_to_all` to time its waits."""
-
-        def all_to_all(*args: Any, **kwargs: Any) -> Any:
-            work = original(*args, **kwargs)
-
-            def wait() -> None:
-                with self.span("exchange"):
-                    work.wait()
-
-            return SimpleNamespace(wait=wait)
-
-        return all_to_all
+    def watch(self, name: spans.Name) -> AbstractContextManager[None]:
+        """Return what a span of attention enters: waits for the exchange are timed, the others named."""
+        return self.span(name) if name == "exchange" else ranged(f"wlb {name}")
 
     def shares(self, step_seconds: float | None) -> dict[str, float] | None:
         """Return `measured_shares` of the step; None on ranks without `step_seconds`, and of a step not measured.

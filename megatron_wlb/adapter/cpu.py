@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_wlb.adapter import compat, cpu_linear
+from megatron_wlb.adapter import cpu_linear
+from megatron_wlb.adapter.upstream.versions import upstream
 
 FLAGS = (
     "--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-rope-fusion "
@@ -133,5 +134,5 @@ def install_megatron() -> None:
         lambda cls, rank, mp_mode="", *rest, **options: worker(cls, rank, "fork", *rest, **options)
     )
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
-    if not compat.upstream().passes_functions:  # linear layers train from 0.19 on
+    if not upstream().passes_functions:  # linear layers train from 0.19 on
         cpu_linear.install()

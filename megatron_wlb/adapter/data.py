@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-from megatron_wlb.adapter.datasets import Text
+from megatron_wlb.adapter.sources.source import Text
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
 from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -34,6 +34,8 @@ class Reading:
     """Multi-token prediction stops at the end of a document, as in upstream's packed sequences, or of the window."""
     in_window: bool = False
     """Positions count in the window: learned ones, without --reset-position-ids."""
+    mean_of_means: bool = False
+    """Whether upstream takes the mean over micro-batches of their means, as it evaluates conversations."""
     digest: bool = False
     """Whether what is trained is counted, see `adapter/digest.py`."""
 
@@ -96,7 +98,7 @@ class Batch:
     metadata: ShardMetadata
     positions: torch.Tensor | None
     """int64 [s], of `tokens` in their documents, or in their windows; in the order of `tokens`, which tiles have
-    changed (`tiles.order`). Only on stages with an embedding or the loss."""
+    changed (`Tiles.order`). Only on stages with an embedding or the loss."""
     tokens: torch.Tensor | None
     """int64 [1 + depths, s]; row k is k tokens further ahead (`mtp`). Only on stages with an embedding, and for a
     digest on those with the loss."""

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 
-from megatron_wlb.adapter.datasets import SplitData
+from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.describe import alternatives, price
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.megatron import Description

@@ -5,14 +5,16 @@ import math
 from argparse import Namespace
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from megatron_wlb.adapter import compat
-from megatron_wlb.adapter.datasets import SplitData
+from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.describe import refusals
-from megatron_wlb.describe.megatron import Description
+from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.describe.megatron import Description, parallel_of
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
 from megatron_wlb.job import Job
+from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.simulate.memory import DEVICE_SHARE
@@ -37,7 +39,7 @@ def check(args: Namespace) -> None:
         )
     windows = a.global_batch_size or max(1, (a.world_size or 1) // a.model_parallel_size)
     try:
-        if (sizes := compat.batch_sizes(args)) and run.settings.micro_batches != "auto":
+        if (sizes := batch_sizes(args)) and run.settings.micro_batches != "auto":
             raise ValueError(
                 "--wlb-micro-batches is one number, and --step-batch-size-schedule has several; leave it out"
             )
@@ -81,7 +83,7 @@ def described(args: Namespace) -> Description:
         nearest = "h100" if torch.cuda.get_device_capability() >= (9, 0) else "a100"
         profile = GPUS[gpu_of(torch.cuda.get_device_name()) or nearest]
     run = Description.of(args, profile=profile, bytes_per_value=args.params_dtype.itemsize)
-    if sizes := compat.batch_sizes(args):
+    if sizes := batch_sizes(args):
         run = replace(run, arguments=replace(run.arguments, global_batch_size=max(n for _, n in sizes)))
     return run if run.budget is not None else replace(run, budget=_budget_bytes(args))
 
@@ -89,7 +91,7 @@ def described(args: Namespace) -> Description:
 def best_job(args: Namespace, run: Description, data: SplitData) -> tuple[Job, list[Prediction]]:
     """Return the job for the training samples, and what `--wlb-micro-batches auto` compared, [] if nothing."""
     job, known = run.job(), run.budget is not None
-    if run.settings.micro_batches != "auto" or compat.batch_sizes(args):
+    if run.settings.micro_batches != "auto" or batch_sizes(args):
         return job, []
     return predictions(job, run.job, data.samples, memory_known=known, first_sample=data.first_sample)
 
@@ -99,7 +101,7 @@ def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:
 
     Each has a micro-batch for every window. Raises ValueError if one does not fit the layout.
     """
-    if not (sizes := compat.batch_sizes(args)):
+    if not (sizes := batch_sizes(args)):
         return [(step, job)]
     samples, jobs = args.consumed_train_samples, []
     for (_, windows), (end, _) in zip(sizes, [*sizes[1:], (math.inf, 0)], strict=True):
@@ -135,7 +137,7 @@ def _budget_bytes(args: Namespace) -> float | None:
         return None
     # Round to GiB: GPUs of one kind differ by MiB, and all ranks must plan alike.
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >> 30 << 30
-    fixed = compat.weight_and_optimizer_bytes(args)
+    fixed = weight_and_optimizer_bytes(args)
     if fixed is None:
         return None
     if fixed >= DEVICE_SHARE * total:
@@ -145,3 +147,35 @@ def _budget_bytes(args: Namespace) -> float | None:
             "or give --wlb-memory-budget if you know better"
         )
     return DEVICE_SHARE * total - fixed
+
+
+def weight_and_optimizer_bytes(args: Namespace) -> float | None:
+    """Return upstream's bytes on the fullest rank; None without a formula."""
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    # The formula covers Adam and attention only. Precision-aware states have other dtypes and may be in host memory.
+    if args.optimizer != "adam" or args.use_precision_aware_optimizer or has_linear_layers(args):
+        return None
+    # The distributed optimizer shards over context-parallel ranks, too. The formula splits layers evenly, so give every
+    # stage as many layers as the fullest stage has. Pass a copy, since the formula sets defaults.
+    parallel = parallel_of(MegatronArguments.of(vars(args)))
+    ranks, stages = args.data_parallel_size * args.context_parallel_size, parallel.pp
+    layers = parallel.split.layers(args.num_layers, stages, parallel.vpp)
+    told = {"data_parallel_size": ranks, "num_layers": stages * int(layers.sum(axis=1).max())}
+    if isinstance(args.moe_layer_freq, list):
+        told["moe_layer_freq"] = np.resize(args.moe_layer_freq, told["num_layers"]).tolist()
+    return float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | told)))
+
+
+def batch_sizes(args: Namespace) -> list[tuple[int, int]]:
+    """(samples trained before, windows a step) of `--step-batch-size-schedule`; [] without. Raises ValueError."""
+    if getattr(args, "step_batch_size_schedule", None) is None:
+        return []
+    calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+    try:
+        schedule: list[tuple[int, int]] = calculator.StepBatchsizeNumMicroBatchesCalculator(
+            1, 1, False, 1, args.step_batch_size_schedule, args.seq_length
+        ).schedule
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"--step-batch-size-schedule: {error}; give another, such as '0:512 100B:1024'") from error
+    return schedule

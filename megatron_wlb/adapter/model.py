@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from megatron_wlb.adapter import layers
-from megatron_wlb.adapter.compat import one_line
+from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.layers.norm import TorchNorm
 from megatron_wlb.runtime.attention import AttentionOptions, send_ahead
 from megatron_wlb.runtime.metadata import ShardMetadata

@@ -17,8 +17,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.clock import Clock
+from megatron_wlb.adapter.upstream.replaced import replaced
+from megatron_wlb.adapter.upstream.versions import upstream
 from megatron_wlb.runtime.attention import send_ahead
 
 
@@ -34,7 +35,7 @@ class _Running:
 @contextlib.contextmanager
 def installed(clock: Clock) -> Iterator[None]:
     """Serve packed micro-batches inside, timed by `clock`."""
-    callables, nodes = (importlib.import_module(name) for name in compat.upstream().nodes)
+    callables, nodes = (importlib.import_module(name) for name in upstream().nodes)
     running = _Running()
 
     def built(original: Any) -> Any:
@@ -112,13 +113,13 @@ def installed(clock: Clock) -> Iterator[None]:
     embedding, mask = ("hidden_states", "packed_seq_params"), ("hidden_states", "padding_mask")
     forward, backward = clock.span("forward"), clock.span("backward")
     with (
-        compat.replaced(callables, "build_transformer_layer_callables", built, ("layer",)),
-        compat.replaced(callables, "build_mtp_layer_callables", predicted, ("layer",)),
-        compat.replaced(MultiTokenPredictionLayer, "_get_embeddings", embedded, embedding),
-        compat.replaced(MoELayer, "route", routed, mask),
-        compat.replaced(combined_1f1b, "combined_forward_backward_step", combined, ("f_model", "b_model")),
-        compat.replaced(ScheduleNode, "forward", forward, ()),
-        compat.replaced(ScheduleNode, "backward", backward, ()),
-        compat.replaced(nodes.TransformerLayerNode, "backward_dw", backward, ()),
+        replaced(callables, "build_transformer_layer_callables", built, ("layer",)),
+        replaced(callables, "build_mtp_layer_callables", predicted, ("layer",)),
+        replaced(MultiTokenPredictionLayer, "_get_embeddings", embedded, embedding),
+        replaced(MoELayer, "route", routed, mask),
+        replaced(combined_1f1b, "combined_forward_backward_step", combined, ("f_model", "b_model")),
+        replaced(ScheduleNode, "forward", forward, ()),
+        replaced(ScheduleNode, "backward", backward, ()),
+        replaced(nodes.TransformerLayerNode, "backward_dw", backward, ()),
     ):
         yield

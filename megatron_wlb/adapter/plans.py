@@ -16,7 +16,7 @@ import megatron_wlb._native as _native
 from megatron_wlb.adapter import jobs
 from megatron_wlb.adapter.clock import ranged
 from megatron_wlb.adapter.data import Reading
-from megatron_wlb.adapter.datasets import SplitData
+from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.job import Job, differences
 from megatron_wlb.packing import state
 from megatron_wlb.plan.packer import PackedStep, Packer
@@ -61,7 +61,7 @@ class Plans:
                 self._resume(packer, first_step)
             elif split == "train" and first_step:
                 self._leave(first_step)
-            if self._args.wlb_sft and self._args.wlb_sft_skip and not later:
+            if self._args.wlb_sft_skip and not later:
                 packer.check()
             # Others wait for this rank in collectives: be heard before those time out.
             patience = 30 * self._args.distributed_timeout_minutes
@@ -103,8 +103,8 @@ class Plans:
     def _weighs(self, split: str) -> bool:
         """Whether targets weigh differently, or a digest tells what they weigh."""
         reading, mean = self._readings[split], not self._args.wlb_per_token_loss
-        if split != "train":  # which upstream evaluates by means of micro-batches
-            return bool(self._args.wlb_sft)
+        if split != "train":
+            return reading.mean_of_means
         return (mean and self._reads(split)) or reading.depths > 0 or reading.digest
 
     def job(self, split: str, step: int) -> Job:

@@ -18,11 +18,12 @@ import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0, training
 
 from megatron_wlb import __version__, files
-from megatron_wlb.adapter import compat, forecast
+from megatron_wlb.adapter import forecast
 from megatron_wlb.adapter.clock import Clock, attended_squares
-from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import digest_line, reduced
 from megatron_wlb.adapter.plans import Plans
+from megatron_wlb.adapter.sources.source import SplitData
+from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import Description
@@ -58,6 +59,8 @@ class Report:
         self._flops: list[float] = []  # of the steps since the last log line
         self._in_line = False
         self.clock = Clock()
+        self.writers: Callable[[], tuple[Any, Any]] = _upstreams_writers
+        """Returns those of TensorBoard and W&B, None where there is none; asked at every step that is logged."""
 
     def begin(self, job: Job, plans: Plans, tried: Sequence[Prediction], digested: Callable[[], torch.Tensor]) -> None:
         """Take what the data settle; `digested` returns this rank's part of the last step's digest."""
@@ -134,8 +137,8 @@ class Report:
         counted = ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
         logged = ("loss_dict", "total_loss_dict", "iteration", "skipped_iter")
         with (
-            compat.replaced(training, "training_log", self._logged, logged),
-            compat.replaced(training, "num_floating_point_operations", self._counted, counted),
+            replaced(training, "training_log", self._logged, logged),
+            replaced(training, "num_floating_point_operations", self._counted, counted),
         ):
             yield
 
@@ -205,7 +208,7 @@ class Report:
         if self._run.log:
             append(self._run.log, entry | details(plan, self._plans.job("train", plan.step)) | _machine())
         if self._scalar_interval and iteration % self._scalar_interval == 0:
-            _write_scalars(iteration, plan, entry)
+            _write_scalars(*self.writers(), iteration, plan, entry)
 
     def _entry(self, plan: StepPlan, loss: float, took: float, measured: dict[str, float] | None) -> dict[str, Any]:
         """Return the log entry of a step that took so many seconds, as JSON types; `loss` is the mean over tokens."""
@@ -236,17 +239,21 @@ SOURCES = ("predicted", "measured")
 """Fields of an entry that hold shares, in the words and order of `simulate.TIME_SHARES`."""
 
 
-def _write_scalars(iteration: int, plan: StepPlan, entry: dict[str, Any]) -> None:
-    """Write numbers and shares of an entry, and shares of micro-batches by sharding, to upstream's writers."""
+def _upstreams_writers() -> tuple[Any, Any]:
+    return get_tensorboard_writer(), get_wandb_writer()
+
+
+def _write_scalars(board: Any, wandb: Any, iteration: int, plan: StepPlan, entry: dict[str, Any]) -> None:
+    """Write numbers and shares of an entry, and shares of micro-batches by sharding."""
     values = {f"wlb/{name}": value for name, value in entry.items() if isinstance(value, int | float)}
     for how in SOURCES:
         values |= {f"wlb/{how}/{name}": share for name, share in (entry[how] or {}).items()}
     chosen = Counter(m.shards.strategy.replace("-", "_") for m in plan.micro_batches)
     values |= {f"wlb/sharding/{name}": count / len(plan.micro_batches) for name, count in chosen.items()}
-    if board := get_tensorboard_writer():
+    if board:
         for name, value in values.items():
             board.add_scalar(name, value, iteration)
-    if wandb := get_wandb_writer():
+    if wandb:
         wandb.log(values, iteration)
 
 

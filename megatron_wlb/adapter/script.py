@@ -9,8 +9,11 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from megatron_wlb.adapter import compat, functions, legacy
-from megatron_wlb.adapter.compat import one_line
+from megatron_wlb.adapter.errors import one_line
+from megatron_wlb.adapter.upstream import scripts
+from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers
+from megatron_wlb.adapter.upstream.replaced import replaced
+from megatron_wlb.adapter.upstream.versions import check_version, upstream
 from megatron_wlb.describe.adapt import adapt
 from megatron_wlb.describe.flags import add_wlb_arguments, given_in, unknown_in
 from megatron_wlb.describe.refusals import refusal
@@ -56,7 +59,7 @@ def after_megatron() -> None:
     from megatron_wlb.adapter import cpu
 
     with one_line():
-        compat.check_version(megatron.core.__version__)  # a checkout on PYTHONPATH has no metadata
+        check_version(megatron.core.__version__)  # a checkout on PYTHONPATH has no metadata
     if not torch.cuda.is_available():
         sys.argv += cpu.FLAGS
         cpu.install_megatron()
@@ -77,7 +80,7 @@ def teach() -> None:
 
 def train() -> None:
     """Do what upstream's script does after its imports, with our parts."""
-    if compat.upstream().passes_functions:
+    if upstream().passes_functions:
         with one_line():
             raise ValueError(
                 "before megatron-core 0.19 a model is made by a checkout's script alone; run that one, python -m "
@@ -152,7 +155,9 @@ def _settle(args: Namespace, given: set[str]) -> None:
     """Set what must be so with `--wlb`, say it on the first rank, and check the rest."""
     from megatron_wlb.adapter import jobs
 
-    if compat.upstream().passes_functions:
+    if upstream().passes_functions:
+        from megatron_wlb.adapter.upstream import legacy
+
         legacy.check(args)
     sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
     changes = adapt(args, given)
@@ -187,14 +192,14 @@ def _loading(original: Any, given: set[str]) -> Any:
 
 def _training(original: Any) -> Any:
     @functools.wraps(original)
+    @prebuilt_dataset_helpers()
     def pretrain(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
         if "--wlb" not in sys.argv:
             if "--wlb-digest" in sys.argv:
                 return _digested(original, *args, **kwargs)
-            with compat.prebuilt_dataset_helpers():
-                return original(*args, **kwargs)
+            return original(*args, **kwargs)
 
         from megatron_wlb.adapter.training import Training
 
@@ -206,16 +211,18 @@ def _training(original: Any) -> Any:
         @one_line()
         def begin() -> Training:
             if forward_step is not None:  # None: our own script
-                functions.check_script(getattr(config, "model", None), model_provider, forward_step, get_args())
+                scripts.check_script(getattr(config, "model", None), model_provider, forward_step, get_args())
             return Training(get_args())
 
-        if compat.upstream().passes_functions:
+        if upstream().passes_functions:
+            from megatron_wlb.adapter.upstream import legacy
+
             return legacy.pretrain(original, bound, begin)
         training = begin()
         training.configure(config.model)
         call["train_valid_test_dataset_provider"] = training.dataset_provider
         call["forward_step_func"] = training.forward_step
-        with compat.prebuilt_dataset_helpers(), training.installed():
+        with training.installed():
             return original(*bound.args, **bound.kwargs)
 
     return pretrain
@@ -231,5 +238,5 @@ def _digested(original: Any, *args: Any, **kwargs: Any) -> Any:
     upstream = digest.Upstream()
     bound.arguments["forward_step_func"] = upstream.watching(bound.arguments["forward_step_func"])
     log = ("loss_dict", "total_loss_dict", "iteration")
-    with compat.prebuilt_dataset_helpers(), compat.replaced(training, "training_log", upstream.logged, log):
+    with replaced(training, "training_log", upstream.logged, log):
         return original(*bound.args, **bound.kwargs)

@@ -5,13 +5,14 @@ buffers of one size. QKV, projection and MLP know nothing of documents, so they 
 largest size as there are, then at most one of each smaller size. Buffers of these sizes serve every micro-batch.
 Attention runs over all rows. NCCL communicates the last rows, fewer than the smallest tile.
 
-A tensor-parallel rank holds its share of every tile instead of one share of the micro-batch. `order` brings tokens and
-labels into this order, which rows outside attention keep.
+A tensor-parallel rank holds its share of every tile instead of one share of the micro-batch. `Tiles.order` brings
+tokens and labels into this order, which rows outside attention keep.
 """
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,11 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_te_min_version
-from megatron.training import get_args
+from megatron.training import get_args, initialize
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
+
+from megatron_wlb.adapter.upstream.replaced import replaced
 
 _TE_MODULE = "transformer_engine.pytorch.module.base"
 _USER_BUFFERS = "overlap_ag_fprop overlap_rs_fprop overlap_ag_dgrad overlap_rs_dgrad bulk_dgrad bulk_wgrad"
@@ -42,24 +45,39 @@ def split(rows: int, sizes: Sequence[int]) -> list[int]:
     return tiles + [rows] * (rows > 0 or not tiles)
 
 
-def order(rows: int, *, ranks: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Rows of a micro-batch, rank by rank, as `ranks` tensor-parallel ranks hold them: int64 [rows]."""
-    tiles = torch.arange(rows).split(split(rows, sizes))
-    return torch.cat([tile.view(ranks, -1) for tile in tiles], dim=1).flatten()
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of a run."""
 
+    sizes: Sequence[int]
+    """Rows, falling; () for layers that user buffers do not serve."""
+    ranks: int
+    """Tensor-parallel ranks, which have a share each of every tile."""
 
-def tile_layers(chunks: list[Any], *, sizes: Sequence[int], ranks: int) -> list[Any]:
-    """Make the layers of a model run in tiles of `sizes`; a `pre_wrap_hook` of upstream's model."""
-    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)):
-        _tile(layer.self_attention.linear_qkv, sizes, ranks)
-        _tile(layer.self_attention.linear_proj, sizes)
-        shared = getattr(layer.mlp, "shared_experts", None)
-        if isinstance(layer.mlp, MLP):
-            _tile(layer.mlp, sizes, ranks, [layer.mlp.linear_fc1, layer.mlp.linear_fc2])
-        elif shared is not None and not shared.config.moe_shared_expert_overlap:
-            _tile(shared.linear_fc1, sizes, ranks)
-            _tile(shared.linear_fc2, sizes)
-    return chunks
+    def order(self, rows: int) -> torch.Tensor:
+        """Rows of a micro-batch, rank by rank, as tensor-parallel ranks hold them: int64 [rows]."""
+        tiles = torch.arange(rows).split(split(rows, self.sizes))
+        return torch.cat([tile.view(self.ranks, -1) for tile in tiles], dim=1).flatten()
+
+    def tile_layers(self, chunks: list[Any]) -> list[Any]:
+        """Make the layers of a model run in tiles; a `pre_wrap_hook` of upstream's model."""
+        sizes, ranks = self.sizes, self.ranks
+        for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)):
+            _tile(layer.self_attention.linear_qkv, sizes, ranks)
+            _tile(layer.self_attention.linear_proj, sizes)
+            shared = getattr(layer.mlp, "shared_experts", None)
+            if isinstance(layer.mlp, MLP):
+                _tile(layer.mlp, sizes, ranks, [layer.mlp.linear_fc1, layer.mlp.linear_fc2])
+            elif shared is not None and not shared.config.moe_shared_expert_overlap:
+                _tile(shared.linear_fc1, sizes, ranks)
+                _tile(shared.linear_fc2, sizes)
+        return chunks
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, upstream makes user buffers of these sizes."""
+        with replaced(initialize, "_initialize_tp_communicators", _sized(self.sizes), ()):
+            yield
 
 
 def _tile(module: Any, sizes: Sequence[int], ranks: int = 1, linears: list[Any] | None = None) -> None:
@@ -163,7 +181,7 @@ def _set(linears: list[Any], **values: Any) -> Iterator[None]:
 # User buffers --------------------------------------------------------------------------------------------------------
 
 
-def sized(sizes: Sequence[int]) -> Callable[[Any], Any]:
+def _sized(sizes: Sequence[int]) -> Callable[[Any], Any]:
     """Make a wrapper of upstream's function that creates user buffers, for buffers of all `sizes`."""
 
     def wrapped(original: Any) -> Any:

@@ -7,7 +7,7 @@ import itertools
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,13 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
-from megatron.training import checkpointing, initialize, training
+from megatron.training import checkpointing, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import compat, data, datasets, jobs, layers, loss, overlap, tiles
-from megatron_wlb.adapter.clock import ranged
+from megatron_wlb.adapter import data, jobs, layers, loss, overlap
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
-from megatron_wlb.adapter.datasets import SplitData
 from megatron_wlb.adapter.digest import Planned
+from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.layers.kind import Run
 from megatron_wlb.adapter.layers.mtp import rolled
 from megatron_wlb.adapter.loss import token_loss
@@ -34,10 +33,15 @@ from megatron_wlb.adapter.model import WlbPackedSeqParams, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
+from megatron_wlb.adapter.sources import datasets
+from megatron_wlb.adapter.sources.source import SPLITS, SplitData, empty, evaluates
+from megatron_wlb.adapter.upstream.means import mean_losses
+from megatron_wlb.adapter.upstream.replaced import replaced
+from megatron_wlb.adapter.upstream.tracker import whole_tracker
 from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
-from megatron_wlb.runtime import all_to_all, attention
+from megatron_wlb.runtime import spans
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend, get_backend
 
@@ -51,7 +55,8 @@ class Training:
             torch.cuda.set_device(args.local_rank)  # upstream sets it later, after backends are tested
         self._device = torch.device("cuda" if gpu else "cpu")
         files.INPUTS.clear()
-        datasets.check_files(args)
+        self._source = datasets.source_of(args)
+        self._source.check()
         if args.wlb_log and args.rank == args.world_size - 1:  # the rank that writes it
             files.check_log(args.wlb_log, "--wlb-log")
         if args.rank == 0 and args.save:
@@ -67,6 +72,11 @@ class Training:
             gradients_in_fp32=job.sharding.cp_gradients == "fp32",
             latents=job.cp_exchange == "latents",
         )
+        self._tiles: Any = None
+        if args.tp_comm_overlap:
+            from megatron_wlb.adapter.tiles import Tiles
+
+            self._tiles = Tiles(job.tiles, job.parallel.tp)
         self._plans: Plans
         self._report = Report(args, self._run.run_settings)
         self._splits: dict[str, SplitData] = {}
@@ -80,21 +90,22 @@ class Training:
         """Share of the running step's tokens that is trained, if upstream would not divide by their number."""
         self._digest = Planned(args, self.attention.backend, self._device)
 
+    def writes_to(self, writers: Callable[[], tuple[Any, Any]]) -> None:
+        """Write scalars to these of TensorBoard and W&B, None where there is none, in the place of upstream's."""
+        self._report.writers = writers
+
     def configure(self, model: Any) -> None:
         """Make upstream build the model of its config as this run needs it."""
         configure(model, options=self.attention, context_length=self._args.seq_length)
         if self._job.tp_tile_rows:
-            model.pre_wrap_hooks.append(self._tiled(tiles.tile_layers))
+            model.pre_wrap_hooks.append(self._tiles.tile_layers)
 
     @property
     def _order(self) -> Any:
         """See `BatchDataset`."""
-        return self._tiled(tiles.order) if self._job.tp_tile_rows else None
+        return self._tiles.order if self._job.tp_tile_rows else None
 
-    def _tiled(self, function: Any) -> Any:
-        return functools.partial(function, sizes=self._job.tiles, ranks=self._job.parallel.tp)
-
-    @compat.one_line()
+    @one_line()
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Return this rank's endless batches of the three splits."""
         if not vp_stage:
@@ -119,7 +130,7 @@ class Training:
         """
         args, (train, valid, test) = self._args, built
         sets = {"train": train} if not args.skip_train else {}
-        if datasets.evaluates(args):
+        if evaluates(args):
             validation = {"valid": valid}
             if args.multiple_validation_sets:
                 several = valid if isinstance(valid, list) else [valid]
@@ -127,7 +138,7 @@ class Training:
             sets |= validation | ({} if test is None or args.multiple_validation_sets else {"test": test})
         for name, dataset in sets.items():
             if dataset is None or not len(dataset):
-                raise datasets.empty(args, name)
+                raise empty(args, name)
         first = {"train": _consumed(args)}
         if not args.skip_train and not args.full_validation:
             first["valid"] = args.consumed_valid_samples
@@ -139,7 +150,8 @@ class Training:
         if train := self._splits.get("train"):
             self._job, tried = jobs.best_job(args, self._run, train)
         windows = None if self._job.packing.delays else args.wlb_windows_per_micro_batch
-        anew = args.reset_position_ids or args.dataloader_inter_document_masking or args.wlb_sft
+        apart = self._source.apart or args.dataloader_inter_document_masking
+        anew = apart or args.reset_position_ids
         self._readings = {
             name: Reading(
                 split=name,
@@ -148,8 +160,9 @@ class Training:
                 windows=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
                 vocabulary=args.padded_vocab_size,
                 depths=args.mtp_num_layers or 0,
-                ahead_in_document=args.wlb_sft or args.dataloader_inter_document_masking,
+                ahead_in_document=apart,
                 in_window=args.position_embedding_type == "learned_absolute" and not anew,
+                mean_of_means=self._source.apart and name != "train",
                 digest=self._run.run_settings.digest and name == "train",
             )
             for name, each in self._splits.items()
@@ -162,7 +175,7 @@ class Training:
         found = {split: self._load(split) for split in self._splits}
         if "train" in self._splits:
             self._report.start(self._splits["train"], self._backend, self._run)
-        return dict.fromkeys(datasets.SPLITS) | found
+        return dict.fromkeys(SPLITS) | found
 
     def _load(self, split: str) -> Iterator[Batch]:
         args = self._args
@@ -190,7 +203,8 @@ class Training:
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions if batch.positions is None else batch.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        seen = self._digest.given(batch, model, self._order) if self._readings[batch.split].digest else None
+        reading = self._readings[batch.split]
+        seen = self._digest.given(batch, model, self._order) if reading.digest else None
         weights = None
         if self._weights is not None and batch.origin is not None:
             weights = self._weights[:, batch.origin]
@@ -215,9 +229,7 @@ class Training:
         if not return_schedule_plan:  # which has yet to read it
             # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
             get_attr_wrapped_model(model, "set_input_tensor")(None)
-        # Upstream's evaluation of conversations is the mean of their micro-batches' means.
-        of_means = batch.split != "train" and self._args.wlb_sft
-        given = None if weights is None else weights[0]
+        given, of_means = None if weights is None else weights[0], reading.mean_of_means
         return output, functools.partial(token_loss, self._args, loss_mask, given, reports_weighted=of_means, seen=seen)
 
     def ran(self, loss_dict: Any, iteration: int, *, skipped: bool) -> np.ndarray:
@@ -227,24 +239,22 @@ class Training:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Apply the replacements for training in upstream, and in our exchange to time it."""
+        """Apply the replacements for training in upstream, and watch our exchange to time it."""
         run = Run(lambda: self._trained_share, functools.partial(layers.adapt, options=self.attention))
         overlaps = self._args.overlap_moe_expert_parallel_comm
         with (
             layers.installed(self._args, run),
             overlap.installed(self._report.clock) if overlaps else contextlib.nullcontext(),
-            compat.replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
-            compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
-            compat.replaced(schedules, "backward_step", self._report.clock.span("backward"), ()),
-            compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
-            compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tiles), ()),
-            compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
-            compat.replaced(attention, "attend", ranged("wlb attention"), ()),
-            compat.replaced(attention, "attend_backward", ranged("wlb attention backward"), ()),
-            compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
-            compat.mean_losses(lambda: self._windows_per_micro_batch),
-            compat.whole_tracker(),
+            self._tiles.installed() if self._tiles is not None else contextlib.nullcontext(),
+            replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
+            replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
+            replaced(schedules, "backward_step", self._report.clock.span("backward"), ()),
+            replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
+            replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
+            mean_losses(lambda: self._windows_per_micro_batch),
+            whole_tracker(),
             self._report.installed(),
+            spans.watched(self._report.clock.watch),
         ):
             yield
 

@@ -133,7 +133,7 @@ def _conversations(
     path: str, a: MegatronArguments, remarks: list[str], settings: RunSettings
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of each conversation, and the first of each row; remarks what upstream pads."""
-    from megatron_wlb.adapter import conversations
+    from megatron_wlb.adapter.sources import conversations
 
     assert a.seq_length is not None
     given = asdict(a) | {f"wlb_{name}": value for name, value in asdict(settings).items()}

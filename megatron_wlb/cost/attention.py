@@ -109,6 +109,56 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
     return arrive, arrive + leave
 
 
+UNMASKED_QUERIES = 0.5
+"""Time of a query tile where no key is masked, over that by the causal mask, with which profiles are measured: NVIDIA's
+bars without a mask have .52, .57 and .25 in backward at 2K, 4K and 8K (NVIDIA/cudnn-frontend,
+benchmark/sdpa_benchmark_training/results/h200_919_only_cudnn/llama3.1_20260227_034703.csv, by h200-cudnn-9.19), and .29
+to .42 in forward, whose query tiles take little."""
+LATENT_BACKWARD = 1.21
+"""Time of backward of heads of 192 and 128 values over that in proportion to the mean: median of 20 bars of NVIDIA's
+(the same repository, results/dsv3, GB200 and GB300, 1.12 to 1.32); 1.18 to 1.28 on H200, in deterministic mode alone.
+By FLOPs it would be 1.04. Forward is in proportion: .99 in the median."""
+
+
+def ring_counts(lengths: np.ndarray, cp: int, tile_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return tiles and query tiles of every rank, float64 [cp] each, of documents that are on all ranks of a ring.
+
+    As in TransformerEngine, a rank has two of 2 CP chunks of each. It attends from both to its own by the causal mask,
+    then without a mask from both to the first chunk of a rank before it, and from its second to both of a rank after.
+    Every such round is a call, and takes query tiles anew. Without a mask, one counts `UNMASKED_QUERIES`.
+    """
+    before = np.arange(cp)
+    chunk = -(-lengths // (2 * cp))
+    one, both = (-(-rows // tile_rows) for rows in (chunk, 2 * chunk))
+    tiles = np.full(cp, float((both * (both + 1) // 2 + (cp - 1) * one * both).sum()))
+    return tiles, both.sum() + UNMASKED_QUERIES * (before * both.sum() + before[::-1] * one.sum())
+
+
+def ring_sums(job: Job, rows: np.ndarray, packed: np.ndarray) -> Directions:
+    """Return the time in which each rank of a ring adds its rounds up, us, float64 [M, cp], forward and backward.
+
+    As in TransformerEngine (context_parallel.py, context_parallel.cu), beside calls: forward joins K and V, and makes
+    outputs of rounds one, by a factor from both log-sum-exps; backward copies K and V, and adds dQ, dK and dV. A sum
+    reads two tensors and writes one. `packed`: micro-batches of several documents, bool [M]. Their output begins as
+    zeros, and halves of tensors are copied; else they are views.
+    """
+    model, tp, cp = job.model, job.parallel.tp, job.parallel.cp
+    if cp == 1:
+        return np.zeros((len(rows), 1)), np.zeros((len(rows), 1))
+    byte = FP32 if job.fp8_attention else job.bytes_per_value
+    q, out, kv = model.query_size / tp, model.output_size / tp, model.kv_values_per_rank(tp)
+    before, halves = np.arange(cp), packed[:, None]
+    after = before[::-1]
+    whole, half = before + after / 2, after + before / 2  # calls by queries, and by keys, but for the causal one
+    # Log-sum-exps of a call are read to sum them, and with their sum for its outputs.
+    sums = 5 * FP32 * model.num_attention_heads / tp * whole
+    forward = byte * (2 * kv + 2 * out + 3 * out * whole + halves * (2 * out + q * after + kv * before)) + sums
+    added = 2 * kv + (q + kv) * 2 + 3 * (q * whole + kv * half)
+    backward = byte * (added + halves * ((q + 2 * out) * after + kv * before))
+    time = rows[:, None] / cp / job.profile.memory_gb_per_s / 1e3
+    return forward * time, backward * time
+
+
 def attention_kernels(job: Job, window: int | None = None) -> tuple[KernelModel, KernelModel]:
     """Attention of one layer on one rank, forward and backward, without communication.
 
@@ -120,6 +170,9 @@ def attention_kernels(job: Job, window: int | None = None) -> tuple[KernelModel,
     changes: dict[str, Any] = {"window": window}
     if job.cp_exchange not in ("shared", "latents"):
         changes["hidden"] = 0.0
+    if job.model.query_size > job.model.output_size:
+        slower = {name: LATENT_BACKWARD * getattr(backward, name) for name in ("tile", "query_tile", "hidden")}
+        backward = replace(backward, **slower)
     return replace(forward, **changes), replace(backward, **changes)
 
 

@@ -172,7 +172,10 @@ def token_exchange(job: Job, tokens: np.ndarray) -> np.ndarray:
         ranks, gathered = Group(size=parallel.expert_ranks, stride=1), row_bytes * parallel.expert_ranks
         return time + sum(network.collective(name, gathered, ranks) for name in ("all_gather", "reduce_scatter"))
     if parallel.ep > 1:
-        latency, byte = network.all_to_all(ranks, topk if job.moe_dispatcher == "flex" else 0)
+        joined = topk if job.moe_dispatcher == "flex" else 0
+        latency, byte = network.all_to_all(
+            ranks, joined, (job.model.moe_router_group_topk, job.model.moe_router_num_groups)
+        )
         time = time + 2 * (latency + rows * byte * (parallel.ep - 1) / parallel.ep)
     inside = Group(size=parallel.expert_tp, stride=1)
     for name in ("all_gather", "reduce_scatter"):

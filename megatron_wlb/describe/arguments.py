@@ -195,6 +195,8 @@ class MegatronArguments:
     v_head_dim: _Size = 128
     num_experts: _Size | None = None
     moe_router_topk: _Size = 2
+    moe_router_num_groups: _Size | None = None
+    moe_router_group_topk: _Size | None = None
     moe_ffn_hidden_size: _Size | None = None
     moe_shared_expert_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     moe_token_dispatcher_type: Annotated[str, Meta(pattern="^(allgather|alltoall|flex)$")] | None = _row(None, SET)
@@ -330,7 +332,7 @@ _SAME = {
     moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size
     moe_per_layer_logging moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_bias_update_rate
     moe_router_dtype moe_router_enable_expert_bias moe_router_force_biased moe_router_force_load_balancing
-    moe_router_fusion moe_router_group_topk moe_router_num_groups moe_router_padding_for_fp8
+    moe_router_fusion moe_router_padding_for_fp8
     moe_router_padding_for_quantization moe_router_pre_softmax moe_router_quantile_balancing_ema
     moe_router_score_function moe_router_topk_scaling_factor moe_shared_expert_gate
     moe_shared_expert_glu_interleave_size moe_shared_expert_overlap moe_single_grouped_bias moe_single_grouped_weight

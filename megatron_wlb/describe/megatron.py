@@ -61,7 +61,7 @@ class Description:
     def held_bytes(self, job: Job) -> float | None:
         """Return bytes of weights, gradients and optimizer on the fullest GPU in a job's layout; None: it cannot tell.
 
-        Known of Adam alone, as by upstream's formula (`compat.weight_and_optimizer_bytes`).
+        Known of Adam alone, as by upstream's formula (`adapter.jobs.weight_and_optimizer_bytes`).
         """
         a, model = self.arguments, job.model
         if a.optimizer != "adam" or a.use_precision_aware_optimizer or has_linear_layers(a):

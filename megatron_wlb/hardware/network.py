@@ -103,15 +103,23 @@ class Network:
             time = np.maximum(time, num_bytes * _moved(name, nodes) / (local * self.link_gb_per_s))
         return latency + time / 1e3
 
-    def all_to_all(self, group: Group, joined: int = 0) -> tuple[float, float]:
+    def all_to_all(self, group: Group, joined: int = 0, parts: tuple[int, int] = (1, 1)) -> tuple[float, float]:
         """Return an all-to-all's latency in us, and us per byte of the busiest rank.
 
         Within a node as an all-gather (assumed). Between nodes, every rank is sent its own copy of a row. Of `joined`
-        copies of a row, to ranks drawn at random, those for a node cross once, and those for a rank are one.
+        copies of a row, to ranks drawn at random, those for a node cross once, and those for a rank are one. The ranks
+        are of so many of the group's equal `parts`, drawn before them.
         """
+        drawn, of = parts
 
         def distinct(places: float) -> float:
-            return places * (1 - (1 - 1 / places) ** joined) / joined if joined else 1.0
+            if not joined:
+                return 1.0
+            whole = max(1, round(of / places))  # parts that are in one place
+            share = min(1.0, of / places) / drawn  # of a row's copies, where one of these is drawn
+            ways = (math.comb(whole, n) * math.comb(of - whole, drawn - n) for n in range(min(whole, drawn) + 1))
+            missed = sum(way * (1 - n * share) ** joined for n, way in enumerate(ways)) / math.comb(of, drawn)
+            return places * (1 - missed) / joined
 
         local, latency, inside = self._within_node("all_gather", group)
         time = distinct(group.size) / inside

@@ -65,6 +65,8 @@ class Experts(Mlp):
         routed = a.moe_router_topk * (a.moe_ffn_hidden_size or dense)
         beside = {"dense_ffn_hidden_size": dense} if a.hybrid_layer_pattern else {}
         experts = {"num_experts": a.num_experts or 0, "shared_ffn_hidden_size": shared}
+        if a.moe_router_group_topk:
+            experts |= {name: getattr(a, name) or 1 for name in ("moe_router_num_groups", "moe_router_group_topk")}
         return beside | experts | {"ffn_hidden_size": routed + shared, "moe_router_topk": a.moe_router_topk}
 
     def kept(self, job: Job) -> dict[str, Tensor]:

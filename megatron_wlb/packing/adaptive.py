@@ -13,6 +13,7 @@ import numpy as np
 from megatron_wlb.documents import Draw, PackedBatch, Policy
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.delay import LEAST_DELAY, DelayPolicy, check_delay, most_step_tokens
+from megatron_wlb.packing.megatron import in_samples
 from megatron_wlb.packing.place import placed
 from megatron_wlb.settings import integers
 
@@ -71,9 +72,13 @@ class StepPolicy(Policy):
 def arranged(documents: np.ndarray, job: Job) -> PackedBatch:
     """Arrange DOCUMENT rows, all of them, in about the job's M micro-batches.
 
-    There are fewer micro-batches for fewer documents, so that none is empty if that can be, and more where documents
-    do not fit. Raises ValueError if they fit no number of them, which cannot be from one a document on.
+    Where no rank and no stage waits for a micro-batch, each has equally many whole samples: equal tokens need the least
+    memory and fill tiles of rows. There are fewer micro-batches for fewer documents, so that none is empty if that can
+    be, and more where documents do not fit. Raises ValueError if they fit no number of them, which cannot be from one a
+    document on.
     """
+    if job.parallel.dp == job.parallel.pp == 1 and (own := in_samples(documents, job)) is not None:
+        return own
     for count in _counts(job, len(documents)):
         if (batch := placed(documents, job, count)) is not None:
             return batch

@@ -43,6 +43,18 @@ def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
     )
 
 
+def in_samples(documents: np.ndarray, job: Job) -> PackedBatch | None:
+    """Return DOCUMENT rows of a step in Megatron's order, equally many samples a micro-batch; else None."""
+    each, rest = divmod(job.global_batch_size, job.num_micro_batches)
+    if rest or not len(documents):
+        return None
+    sample = documents["index"] // job.context_length
+    bounds = np.searchsorted(sample, sample[0] + each * np.arange(job.num_micro_batches + 1))
+    batch = PackedBatch(documents=documents, bounds=bounds)
+    fits = bounds[-1] == len(documents) and batch.sums(documents["length"]).max() <= job.max_tokens
+    return batch if fits and (np.diff(bounds) > 0).all() else None
+
+
 class MegatronPolicy(Policy):
     """A micro-batch for each sample of the step."""
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from megatron_wlb.documents import Keys
 from megatron_wlb.runtime.backends.protocol import Spans, keys_and_values
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
+from megatron_wlb.runtime.spans import span
 
 _all_to_all = dist.all_to_all_single
 
@@ -50,7 +51,7 @@ def _returned(gradient: Tensor, part: Part, group: dist.ProcessGroup | None) -> 
     if part.sent:
         given = gradient.index_select(0, part.arrived_keys)
         back = given.new_empty((part.sent_rows.shape[0], *given.shape[1:]))
-        _exchanged(given, back, part, group, back=True).wait()
+        _wait(_exchanged(given, back, part, group, back=True))
         total.index_add_(0, part.sent_rows, back.to(total.dtype))
     return total.to(gradient.dtype)
 
@@ -67,7 +68,7 @@ def begin(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tens
 
 def finish(pool: Tensor, work: dist.Work | None, part: Part) -> Tensor:
     if work is not None:
-        work.wait()
+        _wait(work)
     return pool if part.keys_are_rows else pool.index_select(0, part.gather)
 
 
@@ -140,7 +141,7 @@ class Leaving:
     def arrive(self) -> None:
         """Wait for the gradients from other ranks, and add them."""
         if self._back is not None:
-            self._work.wait()
+            _wait(self._work)
         self._total.done(self._back, self._rows)
 
 
@@ -151,6 +152,11 @@ def _exchanged(
     received, sent = (arriving, list(part.received)), (leaving, list(part.sent))
     (into, into_sizes), (given, sizes) = (sent, received) if back else (received, sent)
     return _all_to_all(into, given, into_sizes, sizes, group=group, async_op=True)
+
+
+def _wait(work: dist.Work) -> None:
+    with span("exchange"):
+        work.wait()
 
 
 @functools.cache

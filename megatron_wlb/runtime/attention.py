@@ -20,6 +20,7 @@ from megatron_wlb.documents import Keys
 from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, gradient_group, parts_at_once, split_keys
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
+from megatron_wlb.runtime.spans import span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,16 +221,17 @@ def attend(
     log-sum-exps of out so far, adds these keys to both instead.
     """
     lse, (k, v) = [], keys_and_values(kv, q.shape[-1])
-    for call, args in options.calls(part, q.shape[-1]):
-        values, sums = options.backend.forward(q[call.rows], k, v, args)
-        if merged is None:
-            out[call.rows] = values
-            lse.append(sums)
-        else:
-            before = merged[:, call.rows]
-            share = torch.sigmoid(sums - before).T.to(out.dtype)
-            out[call.rows].lerp_(values, share[:, :, None])
-            merged[:, call.rows] = torch.logaddexp(before, sums)
+    with span("attention"):
+        for call, args in options.calls(part, q.shape[-1]):
+            values, sums = options.backend.forward(q[call.rows], k, v, args)
+            if merged is None:
+                out[call.rows] = values
+                lse.append(sums)
+            else:
+                before = merged[:, call.rows]
+                share = torch.sigmoid(sums - before).T.to(out.dtype)
+                out[call.rows].lerp_(values, share[:, :, None])
+                merged[:, call.rows] = torch.logaddexp(before, sums)
     return lse
 
 
@@ -253,13 +255,14 @@ def attend_backward(
     dtype = torch.promote_types(kv.dtype, torch.float32) if summed else kv.dtype
     dkv = torch.empty_like(kv, dtype=dtype, memory_format=torch.contiguous_format)
     k, v = keys_and_values(kv, q.shape[-1])
-    for i, ((call, args), sums) in enumerate(zip(options.calls(part, q.shape[-1]), lse, strict=True)):
-        local = dout[call.rows], q[call.rows], k, v, out[call.rows], sums
-        gradient = options.backend.backward(*local, dkv, args._replace(adds_up=i > 0))
-        if in_parts:
-            dq[call.rows] += gradient
-        else:
-            dq[call.rows] = gradient
+    with span("attention backward"):
+        for i, ((call, args), sums) in enumerate(zip(options.calls(part, q.shape[-1]), lse, strict=True)):
+            local = dout[call.rows], q[call.rows], k, v, out[call.rows], sums
+            gradient = options.backend.backward(*local, dkv, args._replace(adds_up=i > 0))
+            if in_parts:
+                dq[call.rows] += gradient
+            else:
+                dq[call.rows] = gradient
     return dkv
 
 

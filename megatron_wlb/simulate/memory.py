@@ -24,7 +24,7 @@ WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
 """Bytes per parameter: the bf16 weight and its fp32 gradient; the states that the distributed optimizer divides."""
 
 USER_BUFFERS = 3
-"""Buffers of hidden states for every size of tile, see `adapter.tiles.sized`."""
+"""Buffers of hidden states for every size of tile, see `adapter.tiles`."""
 
 
 def weight_bytes(job: Job, stage: int | None = None) -> float:

@@ -5,7 +5,15 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from megatron_wlb.cost.attention import Directions, attention_kernels, exchange_model, expansion, exposed_exchange
+from megatron_wlb.cost.attention import (
+    Directions,
+    attention_kernels,
+    exchange_model,
+    expansion,
+    exposed_exchange,
+    ring_counts,
+    ring_sums,
+)
 from megatron_wlb.cost.host import launches, waiting
 from megatron_wlb.cost.linear import (
     copies,
@@ -289,9 +297,15 @@ def _attention(job: Job, shards: Sequence[ShardPlan], window: int | None) -> tup
         rows = np.array([float(moved_rows(p).max()) for p in shards])
     counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 4]
     calls, *tiles = np.moveaxis(counts, 2, 0)
-    # A step of a ring has both chunks of a rank in one launch.
-    launches = np.full_like(calls, job.parallel.cp) if job.cp_exchange == "ring" else calls
-    forward, backward = (kernel.time(launches, *tiles) for kernel in kernels)
+    sums: Directions = np.zeros_like(calls), np.zeros_like(calls)
+    if job.cp_exchange == "ring":
+        calls, packed = np.full_like(calls, job.parallel.cp), np.array([len(plan.lengths) > 1 for plan in shards])
+        sums = ring_sums(job, rows, packed)
+        # Upstream's ring has no windows, and documents apart only per document.
+        if window is None and all(plan.strategy == "per-document" or len(plan.lengths) == 1 for plan in shards):
+            each = (ring_counts(plan.lengths, job.parallel.cp, kernels[0].tile_rows) for plan in shards)
+            tiles = [np.array(found) for found in zip(*each, strict=True)]
+    forward, backward = (kernel.time(calls, *tiles) + more for kernel, more in zip(kernels, sums, strict=True))
     if job.cp_exchange == "latents":
         return (forward, backward), exchange_model(job).times(rows)
     return (forward, backward), exposed_exchange(job, rows, (forward.max(axis=1), backward.max(axis=1)))

@@ -18,10 +18,15 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
-from megatron_wlb.adapter import compat, cpu, data, datasets, jobs, legacy
+from megatron_wlb.adapter import cpu, data, jobs
 from megatron_wlb.adapter.layers import check_stack
 from megatron_wlb.adapter.layers.attention import WlbCoreAttention
+from megatron_wlb.adapter.sources import datasets
+from megatron_wlb.adapter.sources.windows import TextOfWindows
 from megatron_wlb.adapter.training import _of_step
+from megatron_wlb.adapter.upstream import legacy
+from megatron_wlb.adapter.upstream.replaced import replaced
+from megatron_wlb.adapter.upstream.versions import check_version
 from megatron_wlb.describe.arguments import Refused, rows
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.plan.samples import windows
@@ -164,16 +169,16 @@ def test_versions_of_megatron_core():
     for version in ("0.17.1", "0.21.0", "1.19.2"):
         match = f"core {version} is not supported; install 0.18.x, 0.19.x, take .* itself 0.20, or a newer"
         with pytest.raises(ValueError, match=match):
-            compat.check_version(version)
+            check_version(version)
     for version in ("0.18.2", "0.19.0", "0.20.0+d98e", megatron.core.__version__):
-        compat.check_version(version)
+        check_version(version)
 
 
 def test_dev_is_known_by_what_only_dev_has(monkeypatch):
     name = "megatron.core.context_parallel_layout"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=ModuleSpec(name, None)))
     with pytest.raises(ValueError, match="is of the branch dev, whose model config.* take a checkout of main, or inst"):
-        compat.check_version("0.19.0")
+        check_version("0.19.0")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,7 @@ def test_what_is_refused_before_019(parse, flags, message):
 
 def test_replacing_a_name_that_upstream_moved_fails():
     def replace(name, parameters):
-        with compat.replaced(training, name, lambda original: None, parameters):
+        with replaced(training, name, lambda original: None, parameters):
             assert getattr(training, name) is None
 
     original = training.training_log
@@ -219,7 +224,7 @@ def test_no_dataset_is_refused(parse):
     args = parse()
     args.data_path, args.wlb_sft = None, False
     with pytest.raises(ValueError, match="no dataset; give --data-path PREFIX"):
-        datasets.check_files(args)
+        datasets.source_of(args).check()
 
 
 def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
@@ -230,7 +235,7 @@ def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
     cut = windows(lengths, 50, seed=None)
     config = SimpleNamespace(tokenizer=SimpleNamespace(eod=254), eod_mask_loss=False)
     dataset = SimpleNamespace(dataset=IndexedDataset(prefix, mmap=False), config=config, _pad_token_id=-1)
-    text = datasets._OfWindows(cut, dataset)
+    text = TextOfWindows(cut, dataset)
     reading = data.Reading(split="train", texts=[text], context_length=50, windows=1, vocabulary=256)
     first, eighth = cut.pieces(np.arange(5))[[0, 7]]
     assert reading.rows(first, 0, 10)[0][0].tolist() == tokens[:10].tolist()
@@ -240,7 +245,7 @@ def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
     with pytest.raises(ValueError, match="corpus.bin was cut off since the run began: it has 300 bytes instead of"):
         reading.rows(first, 0, 10)
     dataset.dataset.path_prefix = "s3://bucket/corpus"
-    assert datasets._OfWindows(cut, dataset).size == 0  # no file is here
+    assert TextOfWindows(cut, dataset).size == 0  # no file is here
 
 
 def test_weights_and_optimizer_are_shared_as_flags_say(parse):
@@ -251,7 +256,7 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
         args.kv_channels, args.ffn_hidden_size, args.padded_vocab_size = 16, 256, 512
         args.data_parallel_size = args.context_parallel_size = 2
         args.virtual_pipeline_model_parallel_size, args.world_size = None, 4 * args.pipeline_model_parallel_size
-        return compat.weight_and_optimizer_bytes(args)
+        return jobs.weight_and_optimizer_bytes(args)
 
     whole = held()
     assert whole % 18 == 0
@@ -270,9 +275,9 @@ def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     for held, budget in ((None, None), (60 << 30, 12 << 30)):
-        monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args, held=held: held)
+        monkeypatch.setattr(jobs, "weight_and_optimizer_bytes", lambda args, held=held: held)
         assert jobs._budget_bytes(Namespace()) == budget
-    monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args: 90 << 30)
+    monkeypatch.setattr(jobs, "weight_and_optimizer_bytes", lambda args: 90 << 30)
     with pytest.raises(RuntimeError, match="this machine has a GPU; run Megatron on it"):
         cpu.install()
     with pytest.raises(ValueError, match="take 90.0 GiB by upstream's formula, over 90% of this GPU's 80.0; use"):
@@ -335,6 +340,6 @@ def test_analyze_leaves_activations_as_much_as_training_does(flags, parse):
     args = parse("--expert-tensor-parallel-size", "1", "--optimizer", "adam", *size.split())
     args.world_size, args.data_parallel_size, args.padded_vocab_size, args.kv_channels = 8, 4, 32000, 128
     args.virtual_pipeline_model_parallel_size = None
-    held = compat.weight_and_optimizer_bytes(args)
+    held = jobs.weight_and_optimizer_bytes(args)
     of_analyze = run(f"-- torchrun --nproc-per-node 8 pretrain_gpt.py {size}").on_device().budget
     assert DEVICE_SHARE * 80 * 2**30 - of_analyze == pytest.approx(held, rel=0.02)

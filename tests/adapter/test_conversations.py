@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.training.datasets.sft_dataset import SFTDataset
 
-from megatron_wlb.adapter import conversations
+from megatron_wlb.adapter.sources import conversations
 from megatron_wlb.cli.main import main
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.test_parity import TOLERANCE

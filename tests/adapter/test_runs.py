@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import training
 
-from megatron_wlb.adapter import datasets, plans
+from megatron_wlb.adapter import plans
 from megatron_wlb.adapter.data import BatchDataset, Reading
 from megatron_wlb.adapter.plans import state_path
+from megatron_wlb.adapter.sources import datasets
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.plan import step
 from tests.adapter.training import ADAM, CP2, PP2, entries, full, train

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
-from megatron_wlb.adapter.datasets import SAMPLED
+from megatron_wlb.adapter.sources.eod import SAMPLED
 from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index, write_lengths
 from tests.adapter.training import ADAM, CP2, MOE, MTP, PP2, TP2, VPP2, each_version, full, relative_error, train
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 from megatron.training import arguments
 
-from megatron_wlb.adapter import functions, legacy, script
+from megatron_wlb.adapter import script
+from megatron_wlb.adapter.upstream import legacy, scripts
 from megatron_wlb.describe.arguments import ARGUMENTS
 from tests.adapter.training import ALGORITHM_1, MODEL, WLB, less
 
@@ -53,9 +54,9 @@ def test_an_unmodified_script_trains_as_ours_does(dataset):
     found = run(*LAUNCH, *RUN, SCRIPT, *others, *flags)
     assert re.findall("> wlb: (?:sets|without) (.*?):", found.stdout) == [
         "--micro-batch-size 1 instead of 2",
-        "--calculate-per-token-loss",
         "--attention-dropout 0.0 instead of 0.1",
         "--dataloader-type external instead of single",
+        "--calculate-per-token-loss",
     ]
     same = "> wlb: every step trains what Megatron's would, but for: no attention dropout; --wlb-packing paper:96,160 "
     assert found.stdout.count(same) == 1
@@ -211,7 +212,7 @@ def config(*, hybrid=False):
 def check(path, text, **flags):
     path.write_text(text)
     args = SimpleNamespace(**{"rank": 0, "split": "99,1,0", "new_scheduler": None, "new_data": None} | flags)
-    functions.check_script(config(), None, runpy.run_path(str(path))["forward_step"], args)
+    scripts.check_script(config(), None, runpy.run_path(str(path))["forward_step"], args)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def check(path, text, **flags):
         (
             "    output_tensor",
             "    loss_mask[tokens == 3] = 0\n    output_tensor",
-            r"has loss_mask\[tokens==3\]= tokens==3",
+            r"has loss_mask\[tokens==3\]=0 tokens==3",
         ),
         ("    loss = torch", "    losses = losses[kept]\n    loss = torch", r"loss_func has losses\[kept\]"),
         ("    loss = torch", "    losses = output_tensor\n    loss = torch", "loss_func has losses=output_tensor"),
@@ -283,11 +284,11 @@ def test_what_flags_switch_off_is_said_and_trains(old, new, flags, tmp_path, cap
 
 def test_a_script_with_another_model_is_refused():
     with pytest.raises(ValueError, match=r"GPT and hybrid .* has a model of SimpleNamespace; leave"):
-        functions.check_script(SimpleNamespace(), None, None, None)
+        scripts.check_script(SimpleNamespace(), None, None, None)
     with pytest.raises(ValueError, match="has a model_provider of its own; leave --wlb out"):
-        functions.check_script(config(), lambda: None, None, None)
+        scripts.check_script(config(), lambda: None, None, None)
     with pytest.raises(ValueError, match="ignores --hybrid-layer-pattern; run pretrain_hybrid.py or leave it out"):
-        functions.check_script(config(hybrid=True), None, None, None)
+        scripts.check_script(config(hybrid=True), None, None, None)
 
 
 def test_before_019_a_script_that_makes_another_model_is_refused(monkeypatch, capsys):

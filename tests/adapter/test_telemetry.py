@@ -179,14 +179,12 @@ def test_nothing_is_written_or_measured_without_a_writer(dataset, tmp_path, monk
         train(1, dataset, *rarely, "--tensorboard-dir", str(tmp_path))
 
 
-def test_wandb_gets_the_same(monkeypatch):
+def test_wandb_gets_the_same():
     logged = []
     wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
-    monkeypatch.setattr(report, "get_wandb_writer", lambda: wandb)
-    monkeypatch.setattr(report, "get_tensorboard_writer", lambda: None)
     plan = SimpleNamespace(micro_batches=[SimpleNamespace(shards=SimpleNamespace(strategy="hybrid"))])
     entry = {"tokens": 1, "digest": "ab", "predicted": None, "predicted_ms": None, "measured": MEASURED}
-    report._write_scalars(7, plan, entry)
+    report._write_scalars(None, wandb, 7, plan, entry)
     ((values, step),) = logged
     assert step == 7
     shares = {f"wlb/measured/{name}": share for name, share in MEASURED.items()}

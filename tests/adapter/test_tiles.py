@@ -43,7 +43,7 @@ SIZES = (16, 8, 4)
 def test_gathering_tile_by_tile_restores_the_order(rows, ranks):
     parts = tiles.split(rows, SIZES)
     assert sum(parts) == rows and parts.count(16) == rows // 16 and parts == sorted(parts, reverse=True)
-    held = tiles.order(rows, ranks=ranks, sizes=SIZES).view(ranks, -1)
+    held = tiles.Tiles(SIZES, ranks).order(rows).view(ranks, -1)
     gathered = torch.cat([part.flatten() for part in held.split([part // ranks for part in parts], dim=1)])
     assert gathered.tolist() == list(range(rows))
 
@@ -71,7 +71,7 @@ def buffers(monkeypatch):
     monkeypatch.setattr(tiles, "get_args", lambda: args)
     monkeypatch.setattr(tiles, "_made", {})
     BASE._ub_communicators = None
-    tiles.sized(SIZES)(create)()
+    tiles._sized(SIZES)(create)()
     assert len({*helpers}) == 1 and len({*kinds}) == len(kinds) == 2 * len(SIZES)
     assert BASE.tex.CommOverlap is COMPILED["CommOverlap"]
     assert args.seq_length == 99 and [len(each) for each in tiles._made.values()] == list(SIZES)

@@ -131,7 +131,9 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str, ex
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import compat, cpu, functions, script
+    from megatron_wlb.adapter import cpu, script
+    from megatron_wlb.adapter.upstream import scripts
+    from megatron_wlb.adapter.upstream.versions import upstream
 
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -186,12 +188,12 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str, ex
         filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     script.teach()
     with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
-        if "--wlb" in argv and not compat.upstream().passes_functions:
+        if "--wlb" in argv and not upstream().passes_functions:
             script.train()
         else:
             from tests.adapter import upstream_script
 
-            functions.NEEDED.clear()  # its data and loss are its own
+            scripts.NEEDED.clear()  # its data and loss are its own
             upstream_script.main()
     out["params"] = _shards(out.pop("chunks"), lambda p: p.data)
     frames = [(m.co_name, str(m.co_filename)) for m in get_compilation_metrics()]

@@ -13,7 +13,8 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_wlb.adapter import compat, functions
+from megatron_wlb.adapter.upstream import scripts
+from megatron_wlb.adapter.upstream.versions import upstream
 from megatron_wlb.describe.megatron import has_linear_layers
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
@@ -107,7 +108,7 @@ def model_provider(pre_process, post_process, vp_stage=None, config=None, pg_col
 def main():
     made = (datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
-    if compat.upstream().passes_functions:
+    if upstream().passes_functions:
         pretrain(argument_utils.pretrain_cfg_container_from_args(args), *made)
         return
     make = argument_utils.hybrid_config_from_args if args.hybrid_layer_pattern else argument_utils.gpt_config_from_args
@@ -116,5 +117,5 @@ def main():
 
 
 if __name__ == "__main__":
-    functions.NEEDED.clear()  # its data and loss are its own, and taken for upstream's
+    scripts.NEEDED.clear()  # its data and loss are its own, and taken for upstream's
     main()

@@ -1,11 +1,22 @@
 """Work of documents, what the exchange of context-parallel ranks costs, and how much of it attention overlaps."""
 
+import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.attention import exchange_model, exposed_exchange, sharding_kernel
+from megatron_wlb.cost.attention import (
+    LATENT_BACKWARD,
+    UNMASKED_QUERIES,
+    attention_kernels,
+    exchange_model,
+    exposed_exchange,
+    ring_counts,
+    ring_sums,
+    sharding_kernel,
+)
 from megatron_wlb.cost.linear import (
     COPY_PASSES,
     OVERLAP_HIDES,
@@ -19,7 +30,7 @@ from megatron_wlb.cost.linear import (
     tiling,
     token_exchange,
 )
-from megatron_wlb.documents import document_work
+from megatron_wlb.documents import SEGMENT, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS, Recompute
@@ -97,6 +108,61 @@ def test_a_ring_waits_for_hops_that_are_longer_than_its_parts(cp):
     assert forward == pytest.approx(hops - (cp - 1) * short)
     assert backward == pytest.approx(2 * hops - cp * short)
     assert exposed_exchange(given, rows, (cp * long, 2 * cp * long)) == (0, 0)
+
+
+@pytest.mark.parametrize("cp", [1, 4])
+def test_calls_of_a_ring_one_by_one(cp):
+    """Of documents of tiles and of less: a rank's own keys by the mask, then those of each rank before or after it."""
+    lengths = np.array([8 * 512, 8 * 48, 8 * 200])
+    tiles, query_tiles = ring_counts(lengths, cp, 128)
+    for rank in range(cp):
+        expected = np.zeros(2)
+        for length, of in itertools.product(lengths.tolist(), range(cp)):
+            chunk = length // (2 * cp)
+            if of == rank:
+                own = np.array([(0, 0, 2 * chunk)], SEGMENT)
+                expected += MEASURED.kernels()[0].count(own)
+            else:
+                queries, keys = (2 * chunk, chunk) if of < rank else (chunk, 2 * chunk)
+                rows = math.ceil(queries / 128)
+                expected += rows * math.ceil(keys / 128), UNMASKED_QUERIES * rows
+        assert (tiles[rank], query_tiles[rank]) == tuple(expected)
+
+
+@pytest.mark.parametrize("model", [LLAMA2_7B, replace(LLAMA2_7B, num_query_groups=8), V3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sums_of_a_ring_one_by_one(model, packed):
+    """Reads and writes as TransformerEngine has them, of ranks 1 and 2 of four."""
+    cp, tokens = 4, 4096.0
+    given = job(model=model, tp=2, cp=cp, cp_exchange="ring", profile=MEASURED)
+    q, out, kv = model.query_size / 2, model.output_size / 2, model.kv_values_per_rank(2)
+    found = ring_sums(given, np.array([tokens]), np.array([packed]))
+    for rank in (1, 2):
+        forward = 2 * kv + (4 if packed else 2) * out
+        backward, lse, seen = 2 * kv, 0.0, np.zeros(2)
+        for step in range(1, cp):
+            is_lower = step <= rank
+            share = 1.0 if is_lower else 1 / 2
+            forward += 3 * share * out + packed * (2 * kv / 2 if is_lower else 2 * q / 2)
+            lse += 5 * share * model.num_attention_heads / 2
+        for step in range(cp):  # each half of dQ, and what arrives of dK and dV, is a copy first
+            is_lower, is_last = step >= cp - rank - 1, step == cp - 1
+            halves = [1.0, 1.0] if is_lower else [0.0, 1.0]
+            backward += q / 2 * sum((3 if before else 2) * half for before, half in zip(seen, halves, strict=True))
+            seen += halves
+            backward += (3 if step else 2) * kv * (1 if is_last or not is_lower else 1 / 2)
+            if packed and not is_last:
+                backward += 2 * kv / 2 if is_lower else 2 * (q + 2 * out) / 2
+        for times, values in zip(found, (2 * forward + 4 * lse, 2 * backward), strict=True):
+            assert times[0, rank] == pytest.approx(values * tokens / cp / 2700e3)
+    alone = ring_sums(job(model=model, profile=MEASURED), np.array([tokens]), np.array([packed]))
+    assert not np.any(alone)
+
+
+def test_heads_of_latents_take_longer_in_backward_than_their_mean_size():
+    latents, heads = (attention_kernels(job(model=each, profile=MEASURED)) for each in (V3, LLAMA2_7B))
+    sizes = [each.tile / other.tile for each, other in zip(latents, heads, strict=True)]
+    np.testing.assert_allclose(sizes, np.array([1, LATENT_BACKWARD]) * (192 + 128) / 2 / 128)
 
 
 def test_all_rows_are_gathered_before_attention_if_asked():

@@ -48,6 +48,11 @@ def job_of(stated, profile="flops", **given):
         ({"num_experts": 1, "moe_router_topk": 3, "moe_ffn_hidden_size": 9}, {}),  # as dense
         ({"num_experts": 8}, {"ffn_hidden_size": 2 * FFN, "moe_router_topk": 2, "num_experts": 8}),
         (
+            {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+            {"ffn_hidden_size": 2 * FFN, "moe_router_topk": 2, "num_experts": 8,
+             "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+        ),
+        (
             {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 100,
              "moe_shared_expert_intermediate_size": 50},
             {"ffn_hidden_size": 350, "moe_router_topk": 3, "num_experts": 8, "shared_ffn_hidden_size": 50},
@@ -130,6 +135,7 @@ def test_layouts(stated, expected):
         ({"hybrid_layer_pattern": "M*", "mamba_num_heads": 12}, "-num-groups 8 does not divide 12 heads of Mamba"),
         ({"hybrid_layer_pattern": "M*", "mamba_head_dim": 1 << 20}, "does not divide 0 heads of Mamba layers"),
         ({"hybrid_layer_pattern": "*E"}, "--hybrid-layer-pattern has E without --num-experts"),
+        ({"num_experts": 8, "moe_router_group_topk": 2}, "--moe-router-group-topk. is 2 of 1 groups"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
     ],
 )  # fmt: skip

@@ -34,13 +34,17 @@ def test_between_nodes_ranks_of_a_node_share_their_links():
     assert [whole_nodes, two_per_node, one_per_node] == pytest.approx([size * e / 1e3 for e in expected], rel=0.01)
 
 
-def test_copies_of_a_row_for_one_node_cross_once():
-    """Against copies drawn one by one: to 4 of 16 ranks, on 2 nodes of 8."""
+@pytest.mark.parametrize("parts", [(1, 1), (1, 2), (2, 4), (2, 8), (4, 8)])
+def test_copies_of_a_row_for_one_node_cross_once(parts):
+    """Against copies drawn one by one: to 4 of 16 ranks of parts that were drawn before, on 2 nodes of 8."""
     group, copies, rng = Group(size=16, stride=1), 4, np.random.default_rng(0)
-    ranks = rng.integers(0, group.size, (200_000, copies))
+    (drawn, of), rows = parts, 200_000
+    which = rng.permuted(np.tile(np.arange(of), (rows, 1)), axis=1)[:, :drawn]
+    part = np.take_along_axis(which, rng.integers(0, drawn, (rows, copies)), axis=1)
+    ranks = part * (group.size // of) + rng.integers(0, group.size // of, (rows, copies))
     nodes_seen = np.mean([(ranks // 8 == node).any(axis=1) for node in range(2)]) * 2
     ranks_seen = np.mean([(ranks == rank).any(axis=1) for rank in range(group.size)]) * group.size
-    apart, joined = (NETWORK.all_to_all(group, each)[1] for each in (0, copies))
+    apart, joined = (NETWORK.all_to_all(group, each, parts)[1] for each in (0, copies))
     # The slower of links between nodes, where half of all rows go elsewhere, and of NVLink.
     crossing, inside = 8 / 15 / NETWORK.link_gb_per_s / 1e3, 1 / NETWORK.all_gather.gb_per_s[-1] / 1e3
     assert apart == pytest.approx(max(crossing, inside))

@@ -60,6 +60,20 @@ def test_all_documents_are_placed(lengths, layout, rounds, max_tokens):
     assert sorted(ran) == list(range(len(lengths)))
 
 
+@pytest.mark.parametrize(
+    ("count", "max_tokens", "layout", "each"),
+    [(4, 64, {}, 1), (2, 128, {}, 2), (1, 256, {}, 4), (3, 128, {}, 0), (4, 128, {"pp": 2}, 0), (4, 128, {"dp": 2}, 0)],
+)
+def test_where_nobody_waits_micro_batches_are_megatrons_samples(count, max_tokens, layout, each):
+    """Equally many in each, in order. Work decides where ranks or stages wait for it."""
+    rows = documents([40, 24, 1, 63, 64, 20, 44])
+    rows["index"] = [0, 40, 64, 65, 128, 192, 212]
+    given = job(num_micro_batches=count, global_batch_size=4, max_tokens=max_tokens, **layout)
+    batch = arranged(rows, given)
+    kept = [set((batch.micro_batch(i)["index"] // 64).tolist()) for i in range(len(batch))]
+    assert (kept == [set(range(each * i, each * (i + 1))) for i in range(count)]) == (each > 0)
+
+
 @given(
     st.lists(st.integers(0, 200), min_size=3, max_size=60),
     LAYOUTS,

@@ -85,7 +85,7 @@ def test_a_step_of_rows_without_a_token_is_refused():
     begins, given = np.arange(9), np.array([5, 9, 0, 0, 7, 7, 0, 0])
     rows = Rows(rows=begins[:-1], begins=begins, lengths=given, context_length=C, num_samples=8)
     packer = Packer(Samples(parts=[rows], context_length=C), job(num_micro_batches=2))
-    assert packer.next().batch.documents["document"].tolist() == [1, 0]
+    assert packer.next().batch.documents["document"].tolist() == [0, 1]
     for asked in (packer.check, packer.next):
         with pytest.raises(ValueError, match="no document begins, or is trained, in the 2 samples from 2 on; "):
             asked()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.attention import attention_kernels, exchange_model
+from megatron_wlb.cost.attention import attention_kernels, exchange_model, ring_counts, ring_sums
 from megatron_wlb.cost.linear import (
     OVERLAP_HIDES,
     copies,
@@ -170,8 +170,9 @@ def test_rounds_and_rings_hide_the_exchange():
     (plan,) = shards_of(by_ring, [[65536] * 2])
     ring, kernel = layer_times(by_ring, [plan])[0], attention_kernels(by_ring)[0]
     assert ring.exchange == 0  # every hop is shorter than a part of the attention
-    counts = [kernel.count_shard(each.calls)[1:] for each in plan.shards]
-    np.testing.assert_allclose(ring.attention[0], [kernel.time(8, *each) for each in counts])
+    calls = kernel.time(8, *ring_counts(plan.lengths, 8, 128))
+    sums = ring_sums(by_ring, np.array([131072.0]), np.array([True]))[0][0]
+    np.testing.assert_allclose(ring.attention[0], calls + sums)
     parts = replace(given, model=replace(given.model, pattern="*"))
     (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
     assert plan.shares

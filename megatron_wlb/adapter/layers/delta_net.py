@@ -14,8 +14,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
-from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.layers.kind import Kind, Run
+from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.layers.delta_net import has_delta_nets
 from megatron_wlb.runtime.attention import AttentionOptions
 
@@ -49,7 +49,7 @@ class _DeltaNet(Kind):
         common, gdn = (importlib.import_module(f"{package}.{name}") for name in ("common", "gdn"))
         # 0.19 calls it in one of these modules, 0.20 in the other.
         caller = gdn if hasattr(gdn, "_build_thd_cp_a2a_perm") else common
-        with compat.replaced(caller, "_build_thd_cp_a2a_perm", lambda original: _order, parameters):
+        with replaced(caller, "_build_thd_cp_a2a_perm", lambda original: _order, parameters):
             yield
 
     def adapt(self, layer: Any, config: Any, options: AttentionOptions) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.layers.kind import Kind, Run
+from megatron_wlb.adapter.upstream.replaced import replaced
 
 
 @contextlib.contextmanager
@@ -55,10 +55,10 @@ def _installed(trained: Callable[[], float]) -> Iterator[None]:
 
     group, losses = ("routing_map", "reduce_group", "with_padding_mask"), ("tokens_per_expert", "total_num_tokens")
     with (
-        compat.replaced(router, "get_tokens_per_expert_and_token_count", counted, group),
-        compat.replaced(router, "switch_load_balancing_loss_func", normalised, (*losses, "topk", "num_experts")),
-        compat.replaced(router.TopKRouter, "_apply_expert_bias", masked, ("routing_map", "padding_mask")),
-        compat.replaced(router.MoEAuxLossAutoScaler, "set_loss_scale", scaled, ("scale",)),
+        replaced(router, "get_tokens_per_expert_and_token_count", counted, group),
+        replaced(router, "switch_load_balancing_loss_func", normalised, (*losses, "topk", "num_experts")),
+        replaced(router.TopKRouter, "_apply_expert_bias", masked, ("routing_map", "padding_mask")),
+        replaced(router.MoEAuxLossAutoScaler, "set_loss_scale", scaled, ("scale",)),
     ):
         yield
 

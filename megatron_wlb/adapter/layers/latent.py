@@ -15,10 +15,10 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn.functional import pad
 
-from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.layers.attention import WlbCoreAttention
 from megatron_wlb.adapter.layers.kind import Kind
 from megatron_wlb.adapter.layers.norm import TorchNorm
+from megatron_wlb.adapter.upstream.versions import upstream
 from megatron_wlb.describe.megatron import row_multiple
 from megatron_wlb.runtime.all_to_all import exchange_rows
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys
@@ -57,7 +57,7 @@ class WlbLatentExchange(WlbLatentAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rotary = compat.upstream().rotary
+        self._rotary = upstream().rotary
         self._queries_again: bool = self.recompute_up_proj
         self.recompute_up_proj: bool = self._queries_again or self.config.recompute_granularity != "full"
         self._row_multiple = self.tp_group.size() * row_multiple(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
-from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.layers.kind import Kind, Run
+from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.layers.mamba import has_mamba
 
 
@@ -26,8 +26,8 @@ class _Mamba(Kind):
             ("input_", "packed_seq_params"),
         )
         with (
-            compat.replaced(mamba, "_undo_attention_load_balancing", lambda original: _from_ranks, rows),
-            compat.replaced(mamba, "_redo_attention_load_balancing", lambda original: _to_ranks, rows),
+            replaced(mamba, "_undo_attention_load_balancing", lambda original: _from_ranks, rows),
+            replaced(mamba, "_redo_attention_load_balancing", lambda original: _to_ranks, rows),
         ):
             yield
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.data import Batch
 from megatron_wlb.adapter.layers.kind import Kind, Run
 from megatron_wlb.adapter.layers.norm import TorchNorm
+from megatron_wlb.adapter.upstream.replaced import replaced
 
 
 def adapt_mtp(layer: Any, config: Any, adapt: Callable[[Any, Any], None]) -> None:
@@ -74,8 +74,8 @@ def _installed(adapt: Callable[[Any, Any], None]) -> Iterator[None]:
         return roll_tensor
 
     with (
-        compat.replaced(specs, "get_gpt_mtp_block_spec", adapted, ("config",)),
-        compat.replaced(prediction, "roll_tensor", loaded, ("tensor", "packed_seq_params")),
+        replaced(specs, "get_gpt_mtp_block_spec", adapted, ("config",)),
+        replaced(prediction, "roll_tensor", loaded, ("tensor", "packed_seq_params")),
     ):
         yield
 

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_wlb.adapter import compat
+from megatron_wlb.adapter.upstream.versions import TESTED, upstream
 
 NEEDED = {
     "forward_step": "get_batch() model() partial()",
@@ -80,7 +80,7 @@ def check_script(model: Any, model_provider: Any, forward_step: Any, args: Names
     Raises ValueError for another model than upstream's GPT and hybrid model, and for functions that do in this run
     what upstream's tested ones do not. The first rank prints what else is new in them.
     """
-    if not compat.upstream().passes_functions:
+    if not upstream().passes_functions:
         models = importlib.import_module("megatron.training.models")
         if type(model) not in (models.GPTModelConfig, models.HybridModelConfig) or model_provider is not None:
             raise another_model("model_provider" if model_provider is not None else type(model).__name__)
@@ -88,7 +88,7 @@ def check_script(model: Any, model_provider: Any, forward_step: Any, args: Names
             raise ValueError("this script ignores --hybrid-layer-pattern; run pretrain_hybrid.py or leave it out")
     here = forward_step.__globals__ | {"forward_step": forward_step}
     trees = {name: _tree(here.get(name)) for name in NEEDED}
-    newer = f"is of a newer Megatron-LM than those tested ({compat.TESTED})"
+    newer = f"is of a newer Megatron-LM than those tested ({TESTED})"
     if differences := _differences(trees, args):
         raise ValueError(
             f"{inspect.getfile(forward_step)} {newer}, or was changed: {differences}. --wlb has its own data, forward "

@@ -1,6 +1,6 @@
 """Megatron-core 0.18, whose scripts pass `pretrain()` a function that makes the model.
 
-Goes with 0.18. Other names are in `compat.SUPPORTED`.
+Goes with 0.18. Other names are in `versions.SUPPORTED`.
 """
 
 import functools
@@ -11,7 +11,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_wlb.adapter import compat, functions
+from megatron_wlb.adapter.errors import one_line
+from megatron_wlb.adapter.upstream import scripts
+from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.describe.refusals import dispatches
 from megatron_wlb.layers.linear import has_linear_layers
 
@@ -41,17 +43,16 @@ def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], A
     def model_provider(*args: Any, **kwargs: Any) -> Any:
         model = make_model(*args, **kwargs)
         if type(model) is not gpt:
-            with compat.one_line():
-                raise functions.another_model(type(model).__name__)
+            with one_line():
+                raise scripts.another_model(type(model).__name__)
         return model
 
     call["train_valid_test_dataset_provider"] = training.dataset_provider
     call["model_provider"], call["forward_step_func"] = model_provider, training.forward_step
     with (
-        compat.prebuilt_dataset_helpers(),
         training.installed(),
-        compat.replaced(gpt, "__init__", _built(training), ("config", "transformer_layer_spec")),
-        compat.replaced(scaler, "set_loss_scale", functools.partial(_scaled, args), ("scale",)),
+        replaced(gpt, "__init__", _built(training), ("config", "transformer_layer_spec")),
+        replaced(scaler, "set_loss_scale", functools.partial(_scaled, args), ("scale",)),
     ):
         return original(*bound.args, **bound.kwargs)
 

@@ -1,0 +1,1 @@
+"""Upstream's releases: versions, replacements of its functions, its scripts. Megatron is imported inside functions."""
