@@ -1,8 +1,8 @@
-"""What others do with the same documents, from their published descriptions: loops of RL."""
+"""What others do with the same documents, from their published descriptions: loops of RL, and packed rows."""
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -45,15 +45,24 @@ def verl(weights: Sequence[int], lengths: Sequence[int], job: Job) -> Ranks:
     return ranks
 
 
+def first_fit(rows: Iterable[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Rows in sets of at most `max_tokens`, each in the first that has room."""
+    sets: list[list[int]] = []
+    left: list[int] = []
+    for i in rows:
+        k = next((k for k, room in enumerate(left) if lengths[i] <= room), len(sets))
+        if k == len(sets):
+            sets.append([])
+            left.append(max_tokens)
+        sets[k].append(i)
+        left[k] -= lengths[i]
+    return sets
+
+
 def slime(weights: Sequence[int], lengths: Sequence[int], job: Job) -> Ranks:
     """slime 624b824a: first fit in order, the longest split until ranks have equally many, and these over ranks by
     `weights`."""
-    sets: list[list[int]] = []
-    for i, length in enumerate(lengths):
-        fits = (each for each in sets if sum(lengths[k] for k in each) + length <= job.max_tokens)
-        if (each := next(fits, None)) is None:
-            sets.append(each := [])
-        each.append(i)
+    sets = first_fit(range(len(lengths)), lengths, job.max_tokens)
     while len(sets) % job.parallel.dp:
         most = max((each for each in sets if len(each) > 1), key=lambda each: sum(lengths[k] for k in each))
         sets.remove(most)
@@ -66,13 +75,17 @@ def slime(weights: Sequence[int], lengths: Sequence[int], job: Job) -> Ranks:
 def nemo_rl(lengths: Sequence[int], job: Job) -> Ranks:
     """NeMo-RL 7ea279ab: first fit by descending length, one more of a sequence each until ranks have equally many, and
     these round-robin."""
-    sets: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fits = (each for each in sets if sum(lengths[k] for k in each) + lengths[i] <= job.max_tokens)
-        if (each := next(fits, None)) is None:
-            sets.append(each := [])
-        each.append(i)
+    sets = first_fit(sorted(range(len(lengths)), key=lambda i: -lengths[i]), lengths, job.max_tokens)
     by_size = sorted(sets, key=len, reverse=True)
     for most in by_size[: -len(sets) % job.parallel.dp]:
         sets.append([most.pop()])
     return [sets[rank :: job.parallel.dp] for rank in range(job.parallel.dp)]
+
+
+def bridge(lengths: Sequence[int], seed: int, job: Job, rows: int) -> list[Ranks]:
+    """Megatron-Bridge 067f987d: rows by first fit in random order, and so many a step, whose ranks take turns."""
+    shuffled = np.random.default_rng(seed).permutation(len(lengths)).tolist()
+    packed, dp = first_fit(shuffled, lengths, job.max_tokens), job.parallel.dp
+    order = np.random.default_rng(seed + 1).permutation(len(packed)).tolist()  # of training, by its sampler
+    steps = (order[i : i + rows] for i in range(0, len(order) - rows + 1, rows))
+    return [[[packed[i] for i in step[rank::dp]] for rank in range(dp)] for step in steps]

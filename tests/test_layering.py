@@ -12,12 +12,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE, REHEARSAL = ROOT / "megatron_wlb", ROOT / "rehearsal"
 
 LAYERS = """
-settings model documents files _native hardware pipeline job layers cost sharding packing simulate plan describe
+settings model documents files _native hardware pipeline job layers cost sharding packing simulate plan loops describe
 __init__ runtime adapter bridge cli __main__ run rehearsal
 """.split()
 """Rooms: files and folders of the package, and the package above it. Each may import itself and those before it."""
 ONLY = {
     "job": ("settings", "model", "documents", "_native", "hardware", "pipeline"),
+    "loops": ("job", "plan"),
     "runtime": ("model", "documents", "sharding"),
     "cli": LAYERS[: LAYERS.index("runtime")],
     "__main__": ("cli",),

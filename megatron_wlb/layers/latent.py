@@ -35,7 +35,10 @@ class LatentAttention(Attention):
         # Where latents follow, the norm is no part of a linear layer.
         found["norm"] = found["norm"]._replace(modules=("layernorm",))
         found["q"] = found["q"]._replace(modules=("mla_up_proj",))
-        found["kv"] = Tensor(0 if job.expands_again else seen * found["kv"].bytes)
+        # Upstream recomputes Q, K and V of latents alike. `--wlb` and a ring keep K and V as they joined them.
+        joined = p.cp > 1 or job.cp_exchange != "ring"
+        kv_bytes = 0 if job.expands_again else seen * found["kv"].bytes
+        found["kv"] = Tensor(kv_bytes, () if joined else ("mla_up_proj",))
         # Latents before and after their norms, of all keys if they are exchanged; and the layer's sines and cosines. If
         # latents are expanded again, the key part that heads share is kept instead of the norms' outputs.
         kv = (1 if job.expands_again else norms) * seen * model.kv_lora_rank

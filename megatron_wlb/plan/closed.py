@@ -27,6 +27,8 @@ IDLE = 0.02
 """No more are tried once ranks are idle for at most so much of their time."""
 STRIDE = 1 / 256
 """Where sequences do not fit, counts of micro-batches grow by so much, or one a rank: one by one takes time n^2."""
+EVEN = 0.001
+"""Ranks that are so much slower than even ones are filled in another way, too."""
 SWAPS = 8
 """Most swaps of two sequences between two ranks, per rank."""
 
@@ -56,6 +58,35 @@ def balance(
     Raises ValueError if there is no sequence or one longer than `job.max_tokens`, if they do not divide over the ranks
     as asked, or do not fit into `num_micro_batches`.
     """
+    packed, job = _step(lengths, job, num_micro_batches, equal_counts)
+    return plan_packed(packed, job, dp_rank)
+
+
+@in_range
+def divide(
+    lengths: Sequence[int] | np.ndarray,
+    job: Job,
+    *,
+    num_micro_batches: Annotated[int, Meta(ge=1, le=1 << 17)] | None = None,
+    equal_counts: bool = False,
+) -> list[list[list[int]]]:
+    """Return the places in `lengths` that every micro-batch of every data-parallel rank holds.
+
+    The micro-batches are those of `balance`, which shards them besides.
+    """
+    packed, job = _step(lengths, job, num_micro_batches, equal_counts)
+    batch, held = packed.batch, packed.batch.documents["length"]
+    job, rows, critical = divided(batch.sums(job.work(held)), batch.sums(held), job, batch.ranks)
+    return [
+        [batch.micro_batch(i)["document"].tolist() for i in row[placement.order(each, job)]]
+        for row, each in zip(rows, critical, strict=True)
+    ]
+
+
+def _step(
+    lengths: Sequence[int] | np.ndarray, job: Job, num_micro_batches: int | None, equal_counts: bool
+) -> tuple[PackedStep, Job]:
+    """Return the packed step, and the job that packs it. Raises ValueError, see `balance`."""
     given = np.asarray(lengths)
     if isinstance(lengths, np.ma.MaskedArray):
         raise ValueError("lengths are a masked array, whose hidden entries would be trained; give lengths.compressed()")
@@ -74,7 +105,7 @@ def balance(
                 f"{'equal_counts' if what == 'sequences' else 'num_micro_batches'} out"
             )
     job = replace(job, packing=PaperPacking())  # whose steps hold as many tokens as fit
-    return plan_packed(_packed(given.tobytes(), job, num_micro_batches, equal_counts), job, dp_rank)
+    return _packed(given.tobytes(), job, num_micro_batches, equal_counts), job
 
 
 class Candidate(NamedTuple):
@@ -98,12 +129,16 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> PackedSte
     apart = 0 if count else -(-int((2 * lengths > job.max_tokens).sum()) // dp) * dp
     tried: list[Candidate] = []
     number = 0
+    whole = len(documents) // dp * dp
     for share in TIMES_THE_FEWEST if count is None else (count / fewest,):
+        before = number
         number = max(round(fewest * share / dp) * dp, number + dp, apart)
         if tried and number > len(documents):  # some would be empty
-            break
+            if whole <= before:
+                break
+            number = whole
         while (candidate := _best_with(documents, job, number, equal)) is None and number < last:
-            whole, before = len(documents) // dp * dp, number
+            before = number
             number += max(1, round(STRIDE * number / dp)) * dp
             number = whole if before < whole < number else number  # the most of which none is empty
         tried += [candidate] if candidate else []
@@ -134,10 +169,10 @@ def _best_with(documents: np.ndarray, job: Job, count: int, equal: bool) -> Cand
     even = makespans(job.schedule(), np.full((1, count // dp), int(work.sum()) // count))[0]
     candidates: list[Candidate] = []
     for apart in (True,) if equal else (False, True):
-        # Where tokens are tight, equal counts may be better even if nobody asks for them.
-        if candidates and (candidates[0].time <= (1 + GAIN) * even or len(documents) % dp or beside > 1 or dp == 1):
+        # Where a micro-batch holds few sequences, ranks that are filled first are more equal.
+        if candidates and (candidates[0].time <= (1 + EVEN) * even or beside > 1 or dp == 1):
             break
-        batch = _equally_many(documents, work, job) if apart else placed(documents, job, count)
+        batch = _by_ranks(documents, work, job, equal) if apart else placed(documents, job, count)
         if batch is None:
             break
         lengths = batch.documents["length"]
@@ -149,10 +184,15 @@ def _best_with(documents: np.ndarray, job: Job, count: int, equal: bool) -> Cand
     return min(candidates, key=lambda each: each.time, default=None)
 
 
-def _equally_many(documents: np.ndarray, work: np.ndarray, job: Job) -> PackedBatch | None:
-    """Place equally many sequences on every rank; None if they do not fit."""
+def _by_ranks(documents: np.ndarray, work: np.ndarray, job: Job, equal: bool) -> PackedBatch | None:
+    """Deal sequences to ranks, `equal`: as many to each, and then to micro-batches; None if they do not fit."""
     dp, count = job.parallel.dp, job.num_micro_batches
-    parts = [placed(documents[part], job, count // dp, ranks=1) for part in _equal_counts(work, dp)]
+    # Sequences without work let ranks have more or fewer others.
+    nothing = np.zeros(0 if equal else len(work) + -2 * len(work) % dp, np.int64)
+    shares = [rows[rows < len(work)] for rows in equal_shares(np.append(work, nothing), dp)]
+    if min(map(len, shares)) < count // dp <= len(work) // dp:  # some would be empty
+        return None
+    parts = [placed(documents[rows], job, count // dp, ranks=1) for rows in shares]
     found = [part for part in parts if part is not None]
     if len(found) < dp:
         return None
@@ -164,7 +204,7 @@ def _equally_many(documents: np.ndarray, work: np.ndarray, job: Job) -> PackedBa
     )
 
 
-def _equal_counts(work: np.ndarray, ranks: int) -> list[np.ndarray]:
+def equal_shares(work: np.ndarray, ranks: int) -> list[np.ndarray]:
     """Equally many sequences of about equal work for each rank.
 
     The largest come first, to the rank of least work with room. Then the ranks of most and of least work swap two

@@ -28,6 +28,7 @@ def slow(*values):
         ("paper", "--quick", "paper"),
         ("placement", "--quick", "placement"),
         ("step_time", "--quick", "step_time"),
+        slow("closed_batches", "--quick", "closed_batches"),
         slow("convergence", "--quick --seeds 2 --logs {}/logs", "convergence"),
         slow("end_to_end_cpu", "--quick", "end_to_end_cpu"),
         slow("packing", "--quick", "packing"),

@@ -183,6 +183,18 @@ def test_what_attention_keeps_of_latents_by_hand():
     assert attention_backward_bytes(given) == held + 2 * every + 4 * every + (2 + 4) * 16 * 192 / 2 + 2 * every
 
 
+def test_recomputed_up_projections_drop_keys_and_values_that_nothing_joins():
+    """Upstream on one context-parallel rank: Q, K and V, which backward holds again. A ring and --wlb join K and V."""
+    again = Recompute(granularity="selective", modules=("mla_up_proj",))
+    q, kv = 2 * 16 * 192, 2 * 16 * (192 + 128)
+    for ring, cp, freed in ((True, 1, q + kv), (True, 4, q), (False, 1, q)):
+        given = job(model=MODELS["deepseek-v3"], tp=8, cp=cp, cp_exchange="ring" if ring else "shared")
+        less = replace(given, recompute=again)
+        assert layer_bytes(given) - layer_bytes(less) == freed
+        held = attention_backward_bytes(less) - attention_backward_bytes(given)
+        assert held == (q + kv if freed > q else 0)
+
+
 def test_what_linear_layers_keep_by_hand():
     """By head sizes, as `benchmarks.memory` finds it of the kernels of flash-linear-attention."""
     on_four = job(tp=4)

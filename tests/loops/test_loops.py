@@ -1,0 +1,311 @@
+"""Loops divide batches as the plan says, in their own functions, and get these back.
+
+Of verl and ms-swift the released file is loaded, without the packages that it imports:
+
+    .venv/bin/python -m pip install --no-deps --target .venv/loops verl==0.9.1 ms-swift==4.6.0 binpacking==2.0.1
+"""
+
+import sys
+from argparse import Namespace
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_wlb import balance
+from megatron_wlb.loops import ms_swift, nemo_rl, patch, slime, verl
+from megatron_wlb.plan.closed import divide
+from tests.jobs import job
+from tests.worlds import run_world
+
+RELEASED = Path(sys.prefix) / "loops"
+LAYOUTS = [{}, {"pp": 4}, {"pp": 2, "vpp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "vpp": 2, "group_size": 2, "cp": 2}]
+LONGEST = 4096
+
+
+def drawn(count, seed=0):
+    return np.random.default_rng(seed).lognormal(6.5, 1, count).astype(int).clip(16, LONGEST).tolist()
+
+
+def job_on(**layout):
+    return job(num_micro_batches=16, context_length=LONGEST, crossover_tokens=2000, **layout)
+
+
+def module(monkeypatch, name, **attributes):
+    """A module, below empty ones."""
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    vars(sys.modules[name]).update(attributes)
+    return sys.modules[name]
+
+
+def released(monkeypatch, name, **imported):
+    """A module of a release, above stand-ins for what it imports of its package."""
+    path = RELEASED / f"{name.replace('.', '/')}.py"
+    if not path.exists():
+        pytest.skip(f"{RELEASED} lacks {name}")
+    monkeypatch.syspath_prepend(RELEASED)  # for binpacking
+    loaded = module(monkeypatch, name)
+    for other, attributes in imported.items():
+        module(monkeypatch, other.replace("__", "."), **attributes)
+        owner, _, last = other.replace("__", ".").rpartition(".")
+        monkeypatch.setattr(sys.modules[owner], last, sys.modules[other.replace("__", ".")], raising=False)
+    monkeypatch.setitem(sys.modules, name, loaded)
+    exec(compile(path.read_text(), path, "exec"), vars(loaded))
+    return loaded
+
+
+def spread(parts, lengths, on):
+    """The heaviest over the mean."""
+    work = on.work(np.array(lengths))
+    sums = [work[rows].sum() for rows in parts]
+    return max(sums) / np.mean(sums)
+
+
+# verl ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seqlen_balancing(monkeypatch):
+    return released(
+        monkeypatch,
+        verl.MODULE,
+        verl__protocol={"DataProto": object},
+        verl__utils__tensordict_utils={"index_select_tensor_dict": lambda batch, rows: rows},
+        verl__utils__device={"get_device_name": lambda: "cpu"},
+    )
+
+
+def batch_of(lengths, nested=True):
+    if nested:
+        return {"input_ids": torch.nested.nested_tensor([torch.zeros(n) for n in lengths], layout=torch.jagged)}
+    mask = torch.arange(LONGEST) < torch.tensor(lengths)[:, None]
+    return {"input_ids": mask.long(), "attention_mask": mask.long()}
+
+
+def test_ranks_of_verl_have_equal_work(seqlen_balancing):
+    lengths, on = drawn(512), job_on()
+    for weights in (
+        seqlen_balancing.calculate_workload(torch.tensor(lengths)),
+        seqlen_balancing.calculate_workload(torch.tensor(lengths, dtype=torch.float32)),  # as its SFT trainer
+        [seqlen_balancing.calculate_workload(length) for length in lengths],
+    ):
+        theirs = seqlen_balancing.get_seqlen_balanced_partitions(weights, 8, equal_size=True)
+        with verl.balanced(on):
+            ours = seqlen_balancing.get_seqlen_balanced_partitions(weights, k_partitions=8, equal_size=True)
+        assert sorted(chain.from_iterable(ours)) == list(range(512)) and {len(rows) for rows in ours} == {64}
+        assert all(rows == sorted(rows) for rows in ours)
+        assert spread(ours, lengths, on) < 1.001 < spread(theirs, lengths, on)
+    with verl.balanced(on), pytest.raises(AssertionError):
+        seqlen_balancing.get_seqlen_balanced_partitions(weights, 5, equal_size=True)
+
+
+def test_lengths_are_found_by_their_weight():
+    lengths = np.append(np.arange(1, 5000), [1 << 17, 1 << 20, (1 << 24) - 1])
+    assert (verl._lengths(verl.LINEAR * lengths + lengths**2) == lengths).all()
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_micro_batches_of_verl_are_those_of_the_plan(seqlen_balancing, layout, nested):
+    """In its order, within the limit, and in whole groups where stages are virtual."""
+    lengths, on = drawn(96), job_on(**layout)
+    group = on.parallel.pp if on.parallel.vpp > 1 else None
+    batch = batch_of(lengths, nested)
+    with verl.balanced(on):
+        made, rows = seqlen_balancing.rearrange_micro_batches(batch, 8192, num_batches_divided_by=group)
+    assert made == rows and sorted(chain.from_iterable(rows)) == list(range(96))
+    assert max(sum(lengths[i] for i in each) for each in rows) <= 8192
+    assert len(rows) % (group or 1) == 0
+    assert rows == divide(lengths, patch.sized(on, 8192), num_micro_batches=len(rows))[0]
+    wanted = divide(lengths, patch.sized(on, 8192))[0]
+    assert len(rows) == -(-len(wanted) // (group or 1)) * (group or 1)
+
+
+def test_verl_takes_more_micro_batches_where_they_do_not_fit(seqlen_balancing):
+    lengths = [5000, 5000, 5000, 3100, 3100, 3100, 100]
+    with verl.balanced(job_on()):
+        _, rows = seqlen_balancing.rearrange_micro_batches(batch_of(lengths), 8192)
+        assert len(rows) == 4 and max(sum(lengths[i] for i in each) for each in rows) <= 8192
+        _, rows = seqlen_balancing.rearrange_micro_batches(batch_of([5000] * 8), 8192, num_batches_divided_by=4)
+        assert len(rows) == 8
+        with pytest.raises(ValueError, match="Cannot satisfy max_token_len"):
+            seqlen_balancing.rearrange_micro_batches(batch_of([5000] * 7), 8192, num_batches_divided_by=4)
+        with pytest.raises(ValueError, match="1 sequences of 9000 to 9000 tokens"):
+            seqlen_balancing.rearrange_micro_batches(batch_of([9000]), 8192)
+
+
+def test_forced_groups_stay_verls(seqlen_balancing):
+    batch = batch_of(drawn(96))
+    _, theirs = seqlen_balancing.rearrange_micro_batches(batch, 16384, force_group_size=2)
+    with verl.balanced(job_on(pp=2)):
+        _, ours = seqlen_balancing.rearrange_micro_batches(batch, 16384, force_group_size=2)
+    assert ours == theirs
+
+
+def test_ranks_of_verl_have_equally_many_micro_batches(seqlen_balancing):
+    """Of which one rank alone needs most."""
+    every = [[100] * 12, [3000] * 12]
+
+    def run():
+        group = torch.distributed.group.WORLD
+        with verl.balanced(job_on()):
+            batch = batch_of(every[torch.distributed.get_rank()])
+            return seqlen_balancing.rearrange_micro_batches(batch, LONGEST, dp_group=group)[1]
+
+    ranks = run_world(run, 2)
+    assert [len(rows) for rows in ranks] == [12, 12]
+    assert all(sorted(chain.from_iterable(rows)) == list(range(12)) for rows in ranks)
+
+
+# slime, NeMo-RL: their functions' parameters -------------------------------------------------------------------------
+
+
+def their_schedule(args, train_parallel_config, total_lengths, *, global_batch_size, rollout_indices):
+    return "theirs"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_sample_of_slime_runs_in_its_step(layout, monkeypatch):
+    loop = module(monkeypatch, "slime.utils.dp_schedule", build_dp_schedule=their_schedule)
+    user = module(monkeypatch, "slime.ray.rollout", build_dp_schedule=their_schedule)
+    on, lengths = job_on(**layout), drawn(96)
+    config = {"dp_size": 4, "cp_size": on.parallel.cp, "vpp_size": on.parallel.vpp}
+    config["microbatch_group_size_per_vp_stage"] = on.parallel.pp
+    given = {"global_batch_size": 20, "rollout_indices": [i // 2 for i in range(96)]}
+    args = Namespace(max_tokens_per_gpu=LONGEST, use_dynamic_batch_size=True)
+    with slime.balanced(on):
+        assert loop.build_dp_schedule is user.build_dp_schedule is not their_schedule
+        ranks, places, counts, sizes = user.build_dp_schedule(args, config, lengths, **given)
+        with pytest.raises(ValueError, match="use_dynamic_batch_size is off"):
+            user.build_dp_schedule(Namespace(use_dynamic_batch_size=False), config, lengths, **given)
+        with pytest.raises(ValueError, match="48 rollouts are less than a step's 50"):
+            user.build_dp_schedule(args, config, lengths, **given | {"global_batch_size": 50})
+        with pytest.raises(ValueError, match="step 0 has 2 samples for"):
+            user.build_dp_schedule(args, config, lengths, **given | {"global_batch_size": 1})
+    assert loop.build_dp_schedule is user.build_dp_schedule is their_schedule
+    assert sizes == [20, 20] and sorted(chain.from_iterable(ranks)) == list(range(80))  # it drops what is left over
+    limit = LONGEST * on.parallel.cp
+    for rank, mine in zip(ranks, places, strict=True):
+        assert list(chain.from_iterable(mine)) == list(range(len(rank))) and len(mine) == sum(counts)
+        assert {rank[i] < 40 for rows in mine[: counts[0]] for i in rows} == {True}
+        assert max(sum(lengths[rank[i]] for i in rows) for rows in mine) <= limit
+    assert on.parallel.vpp == 1 or not any(count % on.parallel.pp for count in counts)
+
+
+class SequencePacker:
+    def __init__(self, bin_capacity, collect_metrics=False, min_bin_count=None, bin_count_multiple=None):
+        self.bin_capacity, self.bin_count_multiple = bin_capacity, bin_count_multiple
+
+    def pack(self, sequence_lengths):
+        return self._pack_implementation(sequence_lengths)
+
+
+def their_packer(algorithm, bin_capacity, collect_metrics=False, min_bin_count=None, bin_count_multiple=None):
+    return "theirs"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bins_of_nemo_rl_are_dealt_to_the_ranks_of_the_plan(layout, monkeypatch):
+    module(monkeypatch, nemo_rl.MODULE, SequencePacker=SequencePacker, get_packer=their_packer)
+    user = module(monkeypatch, "nemo_rl.distributed.batched_data_dict", get_packer=their_packer)
+    on, lengths = job_on(**layout), drawn(96)
+    with nemo_rl.balanced(on):
+        packer = user.get_packer(
+            algorithm="first_fit_shuffle", bin_capacity=8192, min_bin_count=4, bin_count_multiple=4
+        )
+        bins = packer.pack(lengths)
+    assert user.get_packer is their_packer
+    planned = patch.sized(on, 8192, dp=4)
+    for rank in range(4):
+        assert bins[rank::4] == [
+            m.documents["document"].tolist() for m in balance(lengths, planned, rank).micro_batches
+        ]
+
+
+# ms-swift ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    names = "get_external_files get_logger import_external_file is_dist is_master split_list"
+    utils = {name: lambda *args: None for name in names.split()}
+    return released(
+        monkeypatch, "swift.dataset.packing", swift__template={"MaxLengthError": ValueError}, swift__utils=utils
+    )
+
+
+def test_packs_of_ms_swift_have_equal_work(packing):
+    lengths = drawn(400)
+    items, on = list(enumerate(lengths)), job_on(pp=4, dp=2, cp=2)
+    theirs, _ = packing.calculate_matched_group(items, 8192)
+    with ms_swift.balanced(on):
+        ours, none = packing.calculate_matched_group(items, 8192)
+        most, rest = packing.calculate_matched_group(items, 8192, is_finished=False)
+        empty = packing.calculate_matched_group([], 8192)
+        in_order = packing.calculate_matched_group(items, 8192, strategy="sequential")
+    assert empty == ([], []) and none == []
+    assert in_order == packing.calculate_matched_group(items, 8192, strategy="sequential")
+    assert sorted(chain.from_iterable(ours)) == sorted(chain(rest, *most)) == items
+    assert min(most, key=lambda pack: sum(length for _, length in pack)) and rest not in most
+    for packs in (ours, [*most, rest]):
+        assert max(sum(length for _, length in pack) for pack in packs) <= 8192 and len(packs) <= len(theirs)
+    assert sum(length for _, length in rest) <= min(sum(length for _, length in pack) for pack in most)
+    spreads = [spread([[i for i, _ in pack] for pack in packs], lengths, on) for packs in (ours, theirs)]
+    assert spreads[0] < 1.2 < spreads[1]
+
+
+def test_the_dataset_of_ms_swift_takes_them(packing):
+    """Its own loop over parts of a thousand sequences."""
+    lengths, sent = drawn(2500), []
+    with ms_swift.balanced(job_on()):
+        packing.PackingDataset.create_packed_idx(0, 10, lengths, Namespace(put=sent.append), 8192, "binpack")
+    packs = [pack for _, packs, _ in sent for pack in packs]
+    assert sorted(chain.from_iterable(packs)) == [(10 + i, length) for i, length in enumerate(lengths)]
+    assert sum(count for _, _, count in sent) == 2500 - 1
+
+
+# All of them ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_with_other_parameters_is_refused(monkeypatch):
+    loop = module(monkeypatch, "slime.utils.dp_schedule", build_dp_schedule=lambda args, lengths: None)
+    with pytest.raises(RuntimeError, match=r"is not what this megatron_wlb knows \(args lengths, not args train_"):
+        slime.balanced(job_on())
+    del loop.build_dp_schedule
+    with pytest.raises(RuntimeError, match="is missing"):
+        slime.balanced(job_on())
+
+
+def test_verl_is_left_whole_where_one_function_is_another(monkeypatch):
+    def theirs(seqlen_list, k_partitions, equal_size):
+        raise AssertionError
+
+    functions = {"calculate_workload": lambda d: 24576 * d + d * d, "rearrange_micro_batches": lambda batch: None}
+    loop = module(monkeypatch, verl.MODULE, get_seqlen_balanced_partitions=theirs, **functions)
+    with pytest.raises(RuntimeError, match="rearrange_micro_batches is not what"):
+        verl.balanced(job_on())
+    assert loop.get_seqlen_balanced_partitions is theirs
+    loop.calculate_workload = lambda d: d * d
+    with pytest.raises(RuntimeError, match="has another formula"):
+        verl.balanced(job_on())
+
+
+def test_modules_that_imported_it_while_it_was_replaced_get_it_back(monkeypatch):
+    loop = module(monkeypatch, "slime.utils.dp_schedule", build_dp_schedule=their_schedule)
+    undo = slime.balanced(job_on())
+    late = module(monkeypatch, "slime.late", build_dp_schedule=loop.build_dp_schedule)
+    undo.close()
+    assert late.build_dp_schedule is loop.build_dp_schedule is their_schedule
+
+
+def test_two_hundred_thousand_sequences_are_divided():
+    lengths = drawn(200_000)
+    for layout in ({"dp": 16}, {"dp": 2, "pp": 4, "vpp": 2}):
+        ranks = divide(lengths, patch.sized(job_on(**layout), 1 << 15))
+        assert len(ranks) == layout["dp"] and len({len(rank) for rank in ranks}) == 1
+        assert sorted(chain.from_iterable(chain.from_iterable(ranks))) == list(range(200_000))
