@@ -123,8 +123,8 @@ class Training:
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 
-    def load(self, built: Sequence[Any]) -> None:
-        """Take the datasets of the three splits, and settle how they are trained.
+    def load(self, built: Sequence[Any], split_data: Callable[..., SplitData] = datasets.split_data) -> None:
+        """Take the datasets of the three splits, and settle how they are trained; `split_data` says what they hold.
 
         Raises ValueError for an empty training split, and for an empty validation set if the run evaluates.
         """
@@ -142,7 +142,7 @@ class Training:
         first = {"train": _consumed(args)}
         if not args.skip_train and not args.full_validation:
             first["valid"] = args.consumed_valid_samples
-        self._splits = {name: datasets.split_data(each, args, name, first.get(name, 0)) for name, each in sets.items()}
+        self._splits = {name: split_data(each, args, name, first.get(name, 0)) for name, each in sets.items()}
         if args.full_validation and not args.multiple_validation_sets:
             # Upstream takes its own number of steps for a list.
             args.eval_iters, args.full_validation = self._splits["valid"].steps, False
@@ -162,7 +162,7 @@ class Training:
                 depths=args.mtp_num_layers or 0,
                 ahead_in_document=apart,
                 in_window=args.position_embedding_type == "learned_absolute" and not anew,
-                mean_of_means=self._source.apart and name != "train",
+                mean_of_means=args.wlb_means_in_evaluation and name != "train",
                 digest=self._run.run_settings.digest and name == "train",
             )
             for name, each in self._splits.items()

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's `pretrain()` with `--wlb`: the same ConfigContainer, one call.
+"""Megatron-Bridge's `pretrain()` and `finetune()` with `--wlb`: the same ConfigContainer, one call.
 
 from megatron_wlb.bridge import pretrain
 
@@ -14,10 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import megatron.core
-from megatron.bridge.data.loaders import get_train_valid_test_num_samples
+from megatron.bridge.data import batch_utils
+from megatron.bridge.data.builders import GPTSFTDatasetConfig
+from megatron.bridge.data.loaders import build_train_valid_test_datasets, get_train_valid_test_num_samples
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training import checkpointing, setup, train
 from megatron.bridge.training import eval as evaluation
+from megatron.bridge.training import finetune as finetuning
 from megatron.bridge.training import pretrain as bridge
 from megatron.bridge.training.callbacks import Callback, normalize_callbacks
 from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, GPTFIMDatasetConfig
@@ -34,6 +37,7 @@ from megatron_wlb.adapter.training import Training
 from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.adapter.upstream.versions import check_version, upstream
+from megatron_wlb.bridge import conversations
 from megatron_wlb.describe.adapt import adapt
 from megatron_wlb.describe.flags import add_wlb_arguments
 
@@ -61,18 +65,27 @@ def pretrain(config: ConfigContainer, callbacks: Any = None, **settings: Any) ->
 
     Raises ValueError for what cannot be served, before any process group exists where that can be told.
     """
+    _call(bridge.pretrain, GPTDatasetConfig, config, callbacks, settings)
+
+
+def finetune(config: ConfigContainer, callbacks: Any = None, **settings: Any) -> None:
+    """Fine-tune as Bridge's `finetune()`: as `pretrain`, on the rows of a GPTSFTDatasetConfig, packed or not."""
+    _call(finetuning.finetune, GPTSFTDatasetConfig, config, callbacks, settings)
+
+
+def _call(function: Any, datasets_of: type, config: ConfigContainer, callbacks: Any, settings: dict[str, Any]) -> None:
     check_version(megatron.core.__version__)
     if upstream().passes_functions:
         raise ValueError(f"megatron-core {megatron.core.__version__} is that of an older Bridge; take 0.6 or later")
-    run = _Run(config, settings)
+    run = _Run(config, settings, datasets_of)
     manager = normalize_callbacks(callbacks or [])
     manager.add(run)
     with run.installed():
-        bridge.pretrain(config, run.forward_step, manager)
+        function(config, run.forward_step, manager)
 
 
 class _Run(Callback):  # type: ignore[misc]
-    def __init__(self, config: ConfigContainer, settings: dict[str, Any]) -> None:
+    def __init__(self, config: ConfigContainer, settings: dict[str, Any], datasets_of: type) -> None:
         self._wlb = vars(add_wlb_arguments(ArgumentParser()).parse_args(["--wlb"]))
         named = {f"wlb_{name}": value for name, value in settings.items()}
         if unknown := sorted(named.keys() - self._wlb.keys()):
@@ -80,7 +93,7 @@ class _Run(Callback):  # type: ignore[misc]
                 f"{unknown[0][4:]} is no setting of the plugin; leave it out, or look for its name in docs/flags.md"
             )
         self._wlb |= named
-        _refuse(config)
+        _refuse(config, datasets_of, self._wlb)
         self._while_training = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -91,12 +104,15 @@ class _Run(Callback):  # type: ignore[misc]
             return lambda **sizes: self._training.planned_forward_backward(original)(**sizes)
 
         saved = ("model", "train_iterator", "iteration")
+        prepared = ("data_iterator", "default_seq_length")
         with (
             replaced(bridge, "runtime_config_update", self._configured, ("cfg",)),
             replaced(setup, "_build_distributed_model", self._built, ("cfg", "pg_collection")),
             replaced(setup, "setup_data_iterators", self._iterators, ("cfg", "train_state")),
             replaced(train, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
             replaced(evaluation, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
+            replaced(batch_utils, "prepare_finetuning_batch", _unprepared, prepared),
+            replaced(evaluation, "prepare_finetuning_batch", _unprepared, prepared),
             replaced(checkpointing, "maybe_save_dataloader_state", self._saved, saved),
             prebuilt_dataset_helpers("megatron.bridge.training.initialize"),
             self._while_training,
@@ -118,7 +134,7 @@ class _Run(Callback):  # type: ignore[misc]
     def _configured(self, original: Any) -> Any:
         def runtime_config_update(cfg: ConfigContainer) -> None:
             cfg.set_data_parallel_size()
-            _set(cfg, Namespace(**arguments(cfg, cfg.comm_overlap) | self._wlb))
+            self._wlb |= _set(cfg, Namespace(**arguments(cfg, cfg.comm_overlap) | self._wlb))
             original(cfg)
             self._args = Namespace(**arguments(cfg) | self._wlb)
             try:
@@ -151,11 +167,17 @@ class _Run(Callback):  # type: ignore[misc]
         return _build_distributed_model
 
     def _iterators(self, original: Any) -> Any:
-        def setup_data_iterators(cfg: ConfigContainer, train_state: Any, **rest: Any) -> Any:
+        def setup_data_iterators(
+            cfg: ConfigContainer, train_state: Any, train_valid_test_datasets_provider: Any, **rest: Any
+        ) -> Any:
             self._args.iteration = train_state.step
             self._args.consumed_train_samples = train_state.consumed_train_samples
             self._args.consumed_valid_samples = train_state.consumed_valid_samples
-            self._training.load(datasets.build(self._args, get_train_valid_test_num_samples(cfg), cfg.dataset))
+            if self._args.wlb_sft:
+                built = build_train_valid_test_datasets(cfg, train_valid_test_datasets_provider)
+                self._training.load(built, conversations.split_data)
+            else:
+                self._training.load(datasets.build(self._args, get_train_valid_test_num_samples(cfg), cfg.dataset))
             found = self._training.batches().values()
             train_state.do_train, train_state.do_valid, train_state.do_test = (each is not None for each in found)
             return tuple(None if each is None else RerunDataIterator(each) for each in found)
@@ -184,25 +206,52 @@ def arguments(config: ConfigContainer, overlap: Any = None) -> dict[str, Any]:
         found["pipeline_model_parallel_layout"] = "|".join(
             "".join(_LAYER_CODES[layer.name] for layer in stage) for stage in stages
         )
-    blends = dataset.blend_per_split or (None, None, None)
-    names = ("train_data_path", "valid_data_path", "test_data_path")
-    found |= {name: _listed(blend) for name, blend in zip(names, blends, strict=True)}
+    found |= _of_rows(dataset) if isinstance(dataset, GPTSFTDatasetConfig) else _of_blends(dataset)
     return found | {
-        "data_path": _listed(dataset.blend),
-        "data_args_path": None,
-        "per_split_data_args_path": None,
-        "mock_data": dataset.blend is None and dataset.blend_per_split is None,
         "dataloader_type": "external",
         "wlb_dataloader_type": dataset.dataloader_type,
         "group_query_attention": True,  # a config has heads / groups of 1 where it has none
         "untie_embeddings_and_output_weights": not found["share_embeddings_and_output_weights"],
         "spec": None,
-        "dataloader_inter_document_masking": dataset.inter_document_masking,
         "padded_vocab_size": None,
         "rank": get_rank_safe(),
         "world_size": get_world_size_safe(),
         "data_parallel_size": config.data_parallel_size,
     }
+
+
+def _of_blends(dataset: GPTDatasetConfig) -> dict[str, Any]:
+    blends = dataset.blend_per_split or (None, None, None)
+    names = ("train_data_path", "valid_data_path", "test_data_path")
+    return {name: _listed(blend) for name, blend in zip(names, blends, strict=True)} | {
+        "data_path": _listed(dataset.blend),
+        "data_args_path": None,
+        "per_split_data_args_path": None,
+        "mock_data": dataset.blend is None and dataset.blend_per_split is None,
+        "dataloader_inter_document_masking": dataset.inter_document_masking,
+    }
+
+
+def _of_rows(dataset: GPTSFTDatasetConfig) -> dict[str, Any]:
+    absent = (
+        "mock_data dataloader_inter_document_masking reset_position_ids reset_attention_mask eod_mask_loss "
+        "full_validation multiple_validation_sets"
+    )
+    return dict.fromkeys(absent.split(), False) | {
+        "sft": True,
+        "wlb_means_in_evaluation": False,  # Bridge's is the mean of all targets
+        "seed": dataset.seed,
+        "num_workers": 0,  # the planner's thread has read the rows
+    }
+
+
+def _unprepared(original: Any) -> Any:
+    """Wrap what splits a batch of fine-tuning into micro-batches, which the plan has."""
+
+    def prepare_finetuning_batch(data_iterator: Any, *, default_seq_length: int, **rest: Any) -> tuple[Any, int]:
+        return data_iterator, default_seq_length
+
+    return prepare_finetuning_batch
 
 
 def _listed(blend: Any) -> list[str] | None:
@@ -213,15 +262,17 @@ def _listed(blend: Any) -> list[str] | None:
     return list(prefixes) if weights is None else [str(x) for pair in zip(weights, prefixes, strict=True) for x in pair]
 
 
-def _refuse(config: ConfigContainer) -> None:
+def _refuse(config: ConfigContainer, datasets_of: type, wlb: dict[str, Any]) -> None:
     """Raise ValueError for what Bridge has and Megatron's flags do not, unless it is known to work."""
     model, dataset = config.model, config.dataset
     if getattr(type(model), "provide", None) is not GPTModelProvider.provide:
         raise ValueError(
             f"wlb trains what GPTModelProvider provides, and config.model is of {type(model).__name__}; leave wlb out"
         )
-    if not isinstance(dataset, GPTDatasetConfig) or isinstance(dataset, GPTFIMDatasetConfig):
-        raise ValueError(f"wlb pre-trains on .bin/.idx datasets; give a GPTDatasetConfig, not {type(dataset).__name__}")
+    rows = datasets_of is GPTSFTDatasetConfig
+    if not isinstance(dataset, datasets_of) or isinstance(dataset, GPTFIMDatasetConfig):
+        how = "fine-tunes on rows of conversations" if rows else "pre-trains on .bin/.idx datasets"
+        raise ValueError(f"wlb {how}; give a {datasets_of.__name__}, not {type(dataset).__name__}")
     others = {
         "peft": config.peft is not None,
         "inprocess_restart": config.inprocess_restart is not None and config.inprocess_restart.enabled,
@@ -234,30 +285,51 @@ def _refuse(config: ConfigContainer) -> None:
         "model.restore_modelopt_state": model.restore_modelopt_state,
         "model.mtp_num_layers": model.mtp_num_layers,
         "model.experimental_attention_variant": model.experimental_attention_variant,
-        "dataset.full_validation": dataset.full_validation,
-        "dataset.multiple_validation_sets": dataset.multiple_validation_sets,
     }
+    others |= _others_of_rows(dataset, config.train, wlb) if rows else _others_of_blends(dataset)
     if given := [name for name, is_given in others.items() if is_given]:
         raise ValueError(f"wlb in Bridge does not support {given[0]}; leave it out, or train without wlb")
 
 
-def _set(config: ConfigContainer, args: Namespace) -> None:
-    """Set what must be so, and print it; `args` are `arguments` of the configs."""
+def _others_of_blends(dataset: GPTDatasetConfig) -> dict[str, Any]:
+    return {
+        "dataset.full_validation": dataset.full_validation,
+        "dataset.multiple_validation_sets": dataset.multiple_validation_sets,
+    }
+
+
+def _others_of_rows(dataset: GPTSFTDatasetConfig, train: Any, wlb: dict[str, Any]) -> dict[str, Any]:
+    specs, options = dataset.offline_packing_specs, dataset.dataset_kwargs or {}
+    return {
+        f"dataset.dataloader_type {dataset.dataloader_type} instead of batch": dataset.dataloader_type != "batch",
+        "dataset.offline_packing_specs.packed_sequence_size over dataset.seq_length": (
+            specs is not None and specs.packed_sequence_size > dataset.seq_length
+        ),
+        "return_cu_seqlen=False of dataset.dataset_kwargs": not options.get("return_cu_seqlen", True),
+        "train.num_epochs instead of train.train_iters": train.num_epochs is not None,
+        "sft_skip with finetune()": wlb["wlb_sft_skip"],
+        "digest with finetune()": wlb["wlb_digest"],
+    }
+
+
+def _set(config: ConfigContainer, args: Namespace) -> dict[str, Any]:
+    """Set what must be so, and print it; `args` are `arguments` of the configs. Returns what `adapt` adds to them."""
     default = args.attention_dropout == TransformerConfig.attention_dropout
     before = dict(vars(args))
     changes = adapt(args, () if default else ("attention_dropout",))
     if args.tp_comm_overlap:
         args.tp_comm_overlap = False
         changes.priced.append(
-            "tp_comm_overlap: Bridge makes user buffers before the job is known; communication is no longer hidden"
+            "no tp_comm_overlap: Bridge makes user buffers before the job is known; communication is no longer hidden"
         )
     fields_of = {argument: name for name, argument in _ARGUMENTS.items()}
-    for name in (name for name, value in vars(args).items() if value != before[name]):
+    for name in (name for name, value in before.items() if value != vars(args)[name]):
         field = fields_of.get(name, name)
         for owner in (*_parts(config), config.comm_overlap):
             if hasattr(owner, field):
                 setattr(owner, field, vars(args)[name])
     print_rank_0("\n".join(changes.lines()))
+    return {name: value for name, value in vars(args).items() if name not in before}
 
 
 def _parts(config: ConfigContainer) -> list[Any]:
