@@ -71,8 +71,6 @@ def _built(training: Any) -> Callable[[Any], Any]:
     from megatron_wlb.adapter import layers
     from megatron_wlb.adapter.layers.mtp import adapt_mtp
 
-    adapt = functools.partial(layers.adapt, options=training.attention)
-
     def constructing(original: Any) -> Any:
         def __init__(self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
             call = inspect.signature(original).bind(self, config, transformer_layer_spec, *args, **kwargs)
@@ -83,7 +81,7 @@ def _built(training: Any) -> Callable[[Any], Any]:
             spec = chunk.transformer_layer_spec(config, call.arguments.get("vp_stage"))
             call.arguments["transformer_layer_spec"] = spec
             for layer in getattr(call.arguments.get("mtp_block_spec"), "layer_specs", ()):
-                adapt_mtp(layer, config, adapt)
+                adapt_mtp(layer, config, functools.partial(layers.adapt, options=training.attention))
             original(*call.args, **call.kwargs)
             for hook in chunk.pre_wrap_hooks:
                 hook([self])
