@@ -12,6 +12,8 @@ from megatron_wlb.settings import Count, Size, SizeOrNone, checked
 FULL, WINDOWED, MLP, EXPERTS, DELTA_NET, MAMBA = "*", "W", "-", "E", "G", "M"
 """Kinds of layers, and parts of them: attention to all of a document or in a window, an MLP, experts, a gated delta
 net, Mamba."""
+MIXERS = {DELTA_NET: "delta_net", MAMBA: "mamba"}
+"""Fields of `ModelShape` that hold the `Mixer` of a kind."""
 
 
 class Matrix(NamedTuple):
@@ -53,28 +55,6 @@ class Mixer:
 
     def __post_init__(self) -> None:
         checked(self)
-
-
-def gated_delta_net(*, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Mixer:
-    """Return the mixer by Megatron's sizes: Q, K, V, a gate, and two values a head; state, its decay and output.
-
-    It keeps its rows, Q and K normed and then repeated for every head of values, V, 64 values a row and head, the
-    output before and after its norm, and as if nothing was compiled the gate and its SiLU in fp32.
-    """
-    keys, values = key_heads * key_dim, value_heads * value_dim
-    projected, repeated = 2 * keys + 2 * values + 2 * value_heads, 2 * value_heads * key_dim * (value_heads > key_heads)
-    kept = projected + 2 * keys + repeated + 64 * value_heads + 7 * values
-    return Mixer(projected=projected, inner=values, scan=3 * value_heads * key_dim * value_dim, kept=kept)
-
-
-def mamba(*, heads: int, head_dim: int, groups: int, state_dim: int) -> Mixer:
-    """Return the mixer of Mamba-2 by Megatron's sizes: z, x, B, C and a step a head; state and output.
-
-    It keeps its rows, and the output before and after the gate.
-    """
-    inner = heads * head_dim
-    projected = 2 * inner + 2 * groups * state_dim + heads
-    return Mixer(projected=projected, inner=inner, scan=2 * inner * state_dim, kept=projected + 2 * inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +119,11 @@ class ModelShape:
                 f"moe_router_group_topk (--moe-router-group-topk) is {self.moe_router_group_topk} of "
                 f"{self.moe_router_num_groups} groups of experts (--moe-router-num-groups); change one of them"
             )
-        known = FULL + WINDOWED + DELTA_NET + MAMBA + (MLP + EXPERTS) * self.hybrid
+        known = FULL + WINDOWED + "".join(MIXERS) + (MLP + EXPERTS) * self.hybrid
         needs = {
             WINDOWED: ("window (--window-size)", self.window is not None),
-            DELTA_NET: ("delta_net", self.delta_net is not None),
-            MAMBA: ("mamba", self.mamba is not None),
             EXPERTS: ("moe_router_topk (--num-experts)", self.moe_router_topk > 0),
+            **{kind: (name, getattr(self, name) is not None) for kind, name in MIXERS.items()},
         }
         where = "--hybrid-layer-pattern" if self.hybrid else "pattern"
         for kind in self.pattern or " ":
@@ -171,7 +150,12 @@ class ModelShape:
         return kind if self.hybrid else kind + (EXPERTS if self.moe_router_topk else MLP)
 
     def mixer_of(self, kind: str) -> Mixer | None:
-        return {DELTA_NET: self.delta_net, MAMBA: self.mamba}.get(kind)
+        mixer: Mixer | None = getattr(self, MIXERS[kind]) if kind in MIXERS else None
+        return mixer
+
+    @property
+    def has_mixers(self) -> bool:
+        return any(map(self.mixer_of, MIXERS))
 
     def ffn_size_of(self, part: str) -> int:
         return (part == MLP and self.dense_ffn_hidden_size) or self.ffn_hidden_size

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE, REHEARSAL = ROOT / "megatron_wlb", ROOT / "megatron_rehearsal"
 
 LAYERS = """
-settings model documents files _native hardware pipeline job cost sharding packing simulate plan loops describe
+settings model documents files _native hardware pipeline job layers cost sharding packing simulate plan loops describe
 __init__ runtime adapter bridge cli __main__ run megatron_rehearsal
 """.split()
 """Rooms: files and folders of the package, and the package above it. Each may import itself and those before it."""

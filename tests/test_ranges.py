@@ -22,7 +22,7 @@ from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.hardware.profile import KernelTimes, Versions, load_profile
 from megatron_wlb.job import Recompute, Sharding
-from megatron_wlb.model import mamba
+from megatron_wlb.layers.mamba import mamba
 from megatron_wlb.pipeline.split import EVEN
 from tests.jobs import job, packer
 

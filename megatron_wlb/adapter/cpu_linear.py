@@ -112,7 +112,7 @@ def install() -> None:
     from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
     from megatron.core.ssm import mamba_mixer
 
-    from megatron_wlb.adapter.model import TorchNorm
+    from megatron_wlb.adapter.layers.norm import TorchNorm
 
     mamba_mixer._check_mamba_sequence_packing_support = lambda **asked: (True, None)
     specs._get_backend_spec_provider = lambda config: LocalSpecProvider()

@@ -11,9 +11,10 @@ import torch
 from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.arguments import MegatronArguments
-from megatron_wlb.describe.megatron import Description, has_linear_layers, parallel_of
+from megatron_wlb.describe.megatron import Description, parallel_of
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
 from megatron_wlb.job import Job
+from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.simulate.memory import DEVICE_SHARE
@@ -63,7 +64,7 @@ def _check_spec(module: str, name: str = "", *, of_stack: bool = False) -> None:
     a function, which makes a layer alone, is called later."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_wlb.adapter.model import check_layer, check_stack
+    from megatron_wlb.adapter.layers import check_layer, check_stack
 
     try:
         spec = getattr(importlib.import_module(module), name)

@@ -85,7 +85,7 @@ class Report:
             f"{job.crossover_tokens} tokens, CP sharding {job.sharding.cp_sharding}"
             f"{' of latents' * (job.cp_exchange == 'latents')}"
         )
-        if job.model.delta_net or job.model.mamba:
+        if job.model.has_mixers:
             print_rank_0("> wlb: scans of linear layers are planned at the rate of memory, which is assumed")
         if self._tried:
             why = untimed(job)

@@ -22,12 +22,14 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap
 from megatron.training import checkpointing, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import data, experts, jobs, linear, loss, overlap
+from megatron_wlb.adapter import data, jobs, layers, loss, overlap
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.digest import Planned
 from megatron_wlb.adapter.errors import one_line
+from megatron_wlb.adapter.layers.kind import Run
+from megatron_wlb.adapter.layers.mtp import rolled
 from megatron_wlb.adapter.loss import token_loss
-from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
+from megatron_wlb.adapter.model import WlbPackedSeqParams, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
@@ -36,7 +38,7 @@ from megatron_wlb.adapter.sources.source import SPLITS, SplitData, empty, evalua
 from megatron_wlb.adapter.upstream.means import mean_losses
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.adapter.upstream.tracker import whole_tracker
-from megatron_wlb.describe.megatron import has_linear_layers
+from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import spans
@@ -208,7 +210,7 @@ class Training:
             weights = self._weights[:, batch.origin]
         padding = batch.padding if self._args.num_experts else None
         depths = self._args.mtp_num_layers or 0
-        ahead = loss.rolled(batch, positions, weights, self._job.context_length, depths)
+        ahead = rolled(batch, positions, weights, self._job.context_length, depths)
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
         )
@@ -238,14 +240,12 @@ class Training:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Apply the replacements for training in upstream, and watch our exchange to time it."""
-        predicts_ahead = loss.installed(functools.partial(adapt_mtp, options=self.attention))
+        run = Run(lambda: self._trained_share, functools.partial(layers.adapt, options=self.attention))
         overlaps = self._args.overlap_moe_expert_parallel_comm
         with (
-            predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
-            experts.installed(lambda: self._trained_share) if self._args.num_experts else contextlib.nullcontext(),
+            layers.installed(self._args, run),
             overlap.installed(self._report.clock) if overlaps else contextlib.nullcontext(),
             self._tiles.installed() if self._tiles is not None else contextlib.nullcontext(),
-            linear.installed() if has_linear_layers(self._args) else contextlib.nullcontext(),
             replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
             replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             replaced(schedules, "backward_step", self._report.clock.span("backward"), ()),

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_wlb import files
+from megatron_wlb import files, layers
 from megatron_wlb.cli.common import progress, write_json, writer
 from megatron_wlb.cli.job import add_model_flag
 from megatron_wlb.cli.launch import read_flags
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> None:
     from megatron_wlb.runtime import measure
 
     model = model_of(MegatronArguments.of({"num_layers": 1} | read_flags(args.flags).stated), args.model)
-    if model.delta_net or model.mamba:
-        raise ValueError("gated delta nets and Mamba layers are not measured; give the sizes of other layers alone")
+    if model.has_mixers:
+        raise ValueError(f"{layers.LINEAR} are not measured; give the sizes of other layers alone")
     target = measure.target_of(model, args.device, args.backend, args.dtype)
     chosen = shapes(LONGEST_TOKENS[target.device][args.quick])
     with writer(args.output) as file:

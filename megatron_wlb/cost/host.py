@@ -3,7 +3,8 @@
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.model import DELTA_NET, EXPERTS, FULL, MAMBA, MLP, WINDOWED
+from megatron_wlb.layers import part_of
+from megatron_wlb.model import EXPERTS
 
 LAUNCHES_US = {"attn": 850.0, "mlp": 850.0, "mamba": 850.0, "moe_router": 1750.0, "moe": 1500.0}
 """Launches by the module of `--cuda-graph-modules` that replays them, of a layer and micro-batch in both directions.
@@ -22,22 +23,13 @@ EXPERT_US = {False: 30.0, True: 430.0}
 own, fitted with `LAUNCHES_US`: 16 us for each of the 27 launches that a rehearsal counts."""
 FORWARD = 1 / 3
 """Share of launches that forward has, as of products. Assumed."""
-_MODULES = {
-    FULL: ("attn",),
-    WINDOWED: ("attn",),
-    DELTA_NET: ("attn",),
-    MAMBA: ("mamba",),
-    MLP: ("mlp",),
-    EXPERTS: ("moe_router", "moe"),
-}
-"""Modules of a part of a layer."""
 
 
 def launches(job: Job, kind: str) -> tuple[float, float]:
     """Return us in which the host launches a layer of a kind, forward and backward."""
     graphs, time = set(job.cuda_graphs), 0.0
     for part in job.model.parts_of(kind):
-        left = {*_MODULES[part]} - graphs
+        left = {*part_of(job.model, part).modules} - graphs
         if graphs & {"full"} or (part == EXPERTS and "moe" in graphs):
             continue
         time += sum(LAUNCHES_US[module] for module in left)

@@ -7,7 +7,8 @@ import numpy as np
 
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
-from megatron_wlb.model import EXPERTS, FULL, MLP, WINDOWED, Matrix
+from megatron_wlb.layers import part_of
+from megatron_wlb.model import Matrix
 
 
 class Products(NamedTuple):
@@ -86,43 +87,16 @@ def recomputed(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.
     model, dropped = job.model, set(job.recompute.dropped)
     linear, experts = np.zeros_like(tokens), np.zeros_like(tokens)
     for part in model.parts_of(kind):
-        matrices, values, kernels = list[Matrix](), 0.0, 0
-        if part in (MLP, EXPERTS):
-            activation = _activation(job, part)
-            if part == MLP and "mlp" in dropped:
-                matrices, values, kernels = model.part(MLP), 2 * model.hidden_size + activation, 2
-            elif part == EXPERTS:
-                if "moe" in dropped:
-                    experts = products(job, model.part(EXPERTS), tokens).forward + token_exchange(job, tokens)
-                    values, kernels = activation, 1
-                else:
-                    shared = model.shared_ffn_hidden_size / model.ffn_hidden_size
-                    if "shared_experts" in dropped and shared:
-                        linear = linear + products(job, model.part(EXPERTS), tokens).forward * shared
-                        values, kernels = shared * activation, 1
-                    if "moe_act" in dropped:
-                        values, kernels = values + (1 - shared) * activation, kernels + 1
-                if "layernorm" in dropped:
-                    values, kernels = values + 2 * model.hidden_size, kernels + 1
-        elif model.kv_lora_rank and part in (FULL, WINDOWED):
-            if "layernorm" in dropped:
-                values, kernels = 2 * model.hidden_size, 1
-            if "mla_up_proj" in dropped:
-                matrices, values, kernels = model.part(part)[1:-1], values + _rotated(job), kernels + 2
-        linear = linear + products(job, matrices, tokens).forward
+        again = part_of(model, part).again(job, dropped)
+        of_products = products(job, again.matrices, tokens).forward * again.share
+        if again.dispatched:
+            experts = of_products + token_exchange(job, tokens)
+        else:
+            linear = linear + of_products
         if not job.profile.linear_tflops:  # measured rates are of all of a layer
-            linear = linear + _memory(job, values * job.bytes_per_value, tokens) + kernels * job.profile.kernel_us
+            memory = _memory(job, again.values * job.bytes_per_value, tokens)
+            linear = linear + memory + again.kernels * job.profile.kernel_us
     return linear + experts, experts
-
-
-def _activation(job: Job, part: str) -> int:
-    """Values of a row that an activation reads and writes."""
-    return job.model.ffn_size_of(part) * (3 if job.model.gated_linear_unit else 2)
-
-
-def _rotated(job: Job) -> int:
-    """Values of a row that norms of latents and rotary embedding read and write."""
-    return 2 * (job.model.query_size + job.model.key_size + job.model.latent_size)
 
 
 def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -133,31 +107,11 @@ def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, n
     for part in model.parts_of(kind):
         # Reads and writes of a norm and a residual sum.
         values += 5 * model.hidden_size
-        if part in (MLP, EXPERTS):
-            values += _activation(job, part)
-            kernels += 3, 4
-        elif mixer := model.mixer_of(part):
-            # A convolution, a scan and a gated norm. Assumed: the scan takes as long as its memory.
-            values += 3 * (mixer.projected + mixer.inner)
-            kernels += 5, 8
-        else:
-            values += _rotated(job)
-            kernels += 4, 6
+        found = part_of(model, part)
+        values += found.values(job)
+        kernels += found.kernels
     time, (forward, backward) = _memory(job, values * job.bytes_per_value, tokens), kernels * job.profile.kernel_us
     return time + forward, 2 * time + backward
-
-
-def head_exchange(job: Job, kind: str, tokens: np.ndarray) -> np.ndarray:
-    """Return the time of the two all-to-alls by which a mixer's rows go to the ranks of their heads and back, us.
-
-    Nothing overlaps them; 0 for other layers. Rows are equally many on all context-parallel ranks.
-    """
-    parallel, mixer = job.parallel, job.model.mixer_of(kind)
-    if mixer is None or parallel.cp == 1:
-        return np.zeros_like(tokens)
-    latency, byte = job.profile.network.all_to_all(Group(size=parallel.cp, stride=parallel.tp))
-    moved = (mixer.projected + mixer.inner) * job.bytes_per_value / parallel.tp * (parallel.cp - 1) / parallel.cp
-    return 2 * latency + tokens * moved * byte
 
 
 def loss(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

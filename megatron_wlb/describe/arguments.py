@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 import msgspec
 from msgspec import Meta
 
+from megatron_wlb.layers import VARIANTS
 from megatron_wlb.settings import in_words
 
 SWITCHED_OFF = {
@@ -30,8 +31,6 @@ FLAGS = {
     "world_size": "num-gpus",
 }
 """Arguments whose flags have another name. `world_size` is set by the launcher."""
-DELTA_NETS = ("gated_delta_net", "gdn")
-"""Variants of attention whose cost is known."""
 
 
 def short(value: Any, most: int = 40) -> str:
@@ -175,7 +174,7 @@ class MegatronArguments:
         None,
         Refused(
             "{} is not supported; give gated_delta_net",
-            _is_not(None, *DELTA_NETS),
+            _is_not(None, *VARIANTS),
             unlike="another attention",
         ),
     )

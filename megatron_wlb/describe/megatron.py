@@ -10,6 +10,7 @@ from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.job import NUM_TILES, Job, Packing, Parallel, Recompute, Sharding
+from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.memory import held_bytes
@@ -213,11 +214,6 @@ def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
     if fp8:
         return 32 if fp8_recipe == "mxfp8" else 16
     return 128 if fp4 else 1
-
-
-def has_linear_layers(a: Any) -> bool:
-    """Whether layers have states that run along documents: gated delta nets, or those of a hybrid model."""
-    return any(getattr(a, name, None) for name in ("experimental_attention_variant", "hybrid_layer_pattern"))
 
 
 def has_user_buffers(a: Any) -> bool:

@@ -1,51 +1,20 @@
 """What a run with `--wlb` trains otherwise than the same run without it."""
 
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Any
 
+from megatron_wlb import layers
 from megatron_wlb.describe.arguments import Differs, rows
 from megatron_wlb.describe.masks import masks_documents
-from megatron_wlb.describe.megatron import has_linear_layers
 from megatron_wlb.describe.refusals import Lenient
 from megatron_wlb.packing import policy_of
 
-_BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss"}
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _balances(a: Any) -> bool:
-    """Whether a loss balances experts, micro-batch by micro-batch."""
-    types = set(_listed(a.moe_router_load_balancing_type or "aux_loss"))
-    return bool(a.num_experts) and bool(types & _BALANCED) and any(_listed(a.moe_aux_loss_coeff or 0))
-
-
-_DIFFERENCES: dict[str, Callable[[Any], Any]] = {
+_DIFFERENCES: layers.Rules = {
     "attention ends with the document, and without --wlb it does not here (TransformerEngine and fused softmax ignore "
     "--reset-attention-mask)": lambda a: not masks_documents(a) and a.reset_attention_mask,
     "attention ends with the document, and without --wlb it does not here": lambda a: (
         not masks_documents(a) and not a.reset_attention_mask
     ),
-    "states of linear layers end with the document, and without --wlb they do not here": lambda a: (
-        has_linear_layers(a) and not (a.dataloader_inter_document_masking or a.sft)
-    ),
-    "losses that balance experts are of other micro-batches (1.2 % of a small GPT's gradient, as with another "
-    "--micro-batch-size)": _balances,
-    "seq_aux_loss takes a micro-batch, of several samples or parts of them, for its sequence": lambda a: (
-        _balances(a) and "seq_aux_loss" in _listed(a.moe_router_load_balancing_type)
-    ),
-    "experts see no padding of rows": lambda a: a.num_experts and a.sft,
-    "experts take tokens by micro-batch, as with another --micro-batch-size": lambda a: (
-        a.num_experts
-        and (a.moe_expert_capacity_factor or "sinkhorn" in _listed(a.moe_router_load_balancing_type or ""))
-    ),
-    "routers draw other numbers": lambda a: (
-        a.num_experts
-        and (a.moe_input_jitter_eps or a.moe_router_force_load_balancing or a.moe_router_force_biased is not None)
-    ),
+    **layers.differs(),
     "means over micro-batches are as with --context-parallel-size 1": lambda a: (
         (a.eod_mask_loss or a.sft) and (a.context_parallel_size or 1) > 1 and not a.calculate_per_token_loss
     ),

@@ -7,21 +7,10 @@ import re
 from dataclasses import fields
 from typing import Any
 
-from megatron_wlb.describe.arguments import DELTA_NETS, MegatronArguments, flag_of, short
+from megatron_wlb import layers
+from megatron_wlb.describe.arguments import MegatronArguments, flag_of, short
 from megatron_wlb.job import MAX_TOKENS
-from megatron_wlb.model import (
-    DELTA_NET,
-    EXPERTS,
-    FULL,
-    MAMBA,
-    MODELS,
-    WINDOWED,
-    Mixer,
-    ModelShape,
-    gated_delta_net,
-    latent_sizes,
-    mamba,
-)
+from megatron_wlb.model import EXPERTS, FULL, MODELS, WINDOWED, ModelShape
 
 MOST_LAYERS = 1 << 12
 """Of a list, as long as `--num-layers` may be."""
@@ -51,59 +40,16 @@ def model_of(a: MegatronArguments, name: str | None = None) -> ModelShape:
         sizes.setdefault("kv_channels", hidden // heads)
         sizes.setdefault("ffn_hidden_size", max(64, hidden * 8 // 3 // 64 * 64) if a.swiglu else 4 * hidden)
         sizes["gated_linear_unit"] = bool(a.swiglu)
-    if a.multi_latent_attention:
-        latents = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        sizes |= latent_sizes(**{name: getattr(a, name) for name in latents})
     vocabulary = a.padded_vocab_size or a.vocab_size
     if vocabulary is not None or not base:
         multiple = a.make_vocab_size_divisible_by * a.tensor_model_parallel_size
         sizes["padded_vocab_size"] = a.padded_vocab_size or math.ceil((vocabulary or 0) / multiple) * multiple
-    known = sizes.get("moe_router_topk") and a.moe_ffn_hidden_size is None
-    if (a.num_experts or 0) >= (1 if a.hybrid_layer_pattern else 2) and not known:
-        sizes |= _experts(a, sizes["ffn_hidden_size"])
     sizes |= _layers(a, sizes["num_layers"])
-    sizes |= _mixers(a, sizes["pattern"], sizes["hidden_size"])
+    for kind in layers.KINDS:
+        sizes |= kind.sizes(a, sizes)
     if a.attention_output_gate:
         sizes["output_gate"] = True
     return ModelShape(**sizes)
-
-
-def _experts(a: MegatronArguments, dense: int) -> dict[str, int]:
-    """Return the sizes of layers with experts; `dense` is the width of an MLP."""
-    routed = a.moe_router_topk * (a.moe_ffn_hidden_size or dense)
-    beside = {"dense_ffn_hidden_size": dense} if a.hybrid_layer_pattern else {}
-    of_shared = a.moe_shared_expert_intermediate_size or 0
-    experts = {"num_experts": a.num_experts or 0, "shared_ffn_hidden_size": of_shared}
-    if a.moe_router_group_topk:
-        experts |= {name: getattr(a, name) or 1 for name in ("moe_router_num_groups", "moe_router_group_topk")}
-    return beside | experts | {"ffn_hidden_size": routed + of_shared, "moe_router_topk": a.moe_router_topk}
-
-
-def _mixers(a: MegatronArguments, pattern: str, hidden_size: int) -> dict[str, Mixer]:
-    """Return the mixers of a pattern's layers."""
-    found = {}
-    if DELTA_NET in pattern:
-        if a.linear_num_value_heads % a.linear_num_key_heads:
-            raise ValueError(
-                f"--linear-num-key-heads {a.linear_num_key_heads} does not divide --linear-num-value-heads "
-                f"{a.linear_num_value_heads}; change one of them"
-            )
-        found["delta_net"] = gated_delta_net(
-            key_heads=a.linear_num_key_heads,
-            value_heads=a.linear_num_value_heads,
-            key_dim=a.linear_key_head_dim,
-            value_dim=a.linear_value_head_dim,
-        )
-    if MAMBA in pattern:
-        heads = a.mamba_num_heads or 2 * hidden_size // a.mamba_head_dim
-        groups, state = a.mamba_num_groups, a.mamba_state_dim
-        if not heads or heads % groups:
-            raise ValueError(
-                f"--mamba-num-groups {groups} does not divide {heads} heads of Mamba layers (--mamba-num-heads, or 2 x "
-                "--hidden-size / --mamba-head-dim); change one of them"
-            )
-        found["mamba"] = mamba(heads=heads, head_dim=a.mamba_head_dim, groups=groups, state_dim=state)
-    return found
 
 
 def _window(given: tuple[int, int] | str | None) -> int | None:
@@ -123,9 +69,9 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
         kinds = list(a.hybrid_layer_pattern.replace("|", ""))
         if EXPERTS in kinds and not a.num_experts:
             raise ValueError("--hybrid-layer-pattern has E without --num-experts; give both or none")
-    elif a.experimental_attention_variant in DELTA_NETS:
+    elif variant := layers.VARIANTS.get(a.experimental_attention_variant or ""):
         linear = _flags("linear_attention_freq", a.linear_attention_freq or "", count)
-        kinds = [DELTA_NET if each else FULL for each in linear]
+        kinds = [variant.letters if each else FULL for each in linear]
     window = _window(a.window_size)
     if window is not None:
         frequency = a.window_attn_skip_freq

@@ -10,12 +10,13 @@ Not counted: a few values per row of norms and routers, buffers of kernels other
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.model import EXPERTS, FULL, MLP, Mixer
+from megatron_wlb.layers import part_of
+from megatron_wlb.layers.part import Tensor, layer_input_bytes
+from megatron_wlb.model import EXPERTS, FULL, MLP
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
@@ -24,15 +25,6 @@ WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
 
 USER_BUFFERS = 3
 """Buffers of hidden states for every size of tile, see `adapter.tiles`."""
-
-
-class Tensor(NamedTuple):
-    """A tensor that a layer keeps for backward."""
-
-    bytes: float
-    """Per token of a context-parallel rank, as in all functions here unless they say otherwise."""
-    modules: tuple[str, ...] = ()
-    """Modules whose selective recomputation drops it."""
 
 
 def weight_bytes(job: Job, stage: int | None = None) -> float:
@@ -76,91 +68,24 @@ def gpu_weights(job: Job) -> np.ndarray:
     return np.stack((weights / parallel.tp, experts / parallel.expert_ranks))
 
 
-def attention_tensors(job: Job) -> dict[str, Tensor]:
-    """Tensors that attention keeps, with the norm before it."""
-    model, p, w = job.model, job.parallel, job.bytes_per_value
-    latents, norms = job.cp_exchange == "latents", 2 if model.qk_layernorm else 1
-    seen = p.cp if latents else 1
-    # Upstream recomputes Q, K and V of latents alike. `--wlb` and a ring keep K and V as they joined them.
-    joined = p.cp > 1 or job.cp_exchange != "ring"
-    found = {
-        "input": Tensor(layer_input_bytes(job)),
-        # Where latents follow, the norm is no part of a linear layer.
-        "norm": Tensor(layer_input_bytes(job), ("layernorm",) if model.kv_lora_rank else ()),
-        "dropout": Tensor(_mask_bytes(job)),
-        "q": Tensor(w * model.query_size / p.tp, ("mla_up_proj",) if model.kv_lora_rank else ()),
-        "kv": Tensor(
-            0 if job.expands_again else w * seen * model.kv_values_per_rank(p.tp),
-            ("mla_up_proj",) if model.kv_lora_rank and not joined else (),
-        ),
-        "out": Tensor(w * model.output_size / p.tp),
-        "log-sum-exps": Tensor(4 * model.num_attention_heads / p.tp, ("core_attn",)),
-    }
-    if not model.kv_lora_rank:
-        normed = model.query_size / p.tp + model.heads_per_rank(p.tp)[1] * model.kv_channels
-        return found | {"qk norms": Tensor((norms - 1) * w * normed)}
-    # Latents before and after their norms, of all keys if they are exchanged; and the layer's sines and cosines. If
-    # latents are expanded again, the key part that heads share is kept instead of the norms' outputs.
-    kv = (1 if job.expands_again else norms) * seen * model.kv_lora_rank
-    rotated = (4 + (p.cp if job.expands_again else 0)) * model.qk_pos_emb_head_dim
-    return found | {"latents": Tensor(w * ((norms * model.q_lora_rank + kv) / p.sequence_ranks + rotated))}
+def tensors(job: Job, part: str) -> dict[str, Tensor]:
+    """Return what a part of a layer keeps for backward."""
+    return part_of(job.model, part).kept(job)
 
 
-def mlp_tensors(job: Job, part: str = EXPERTS) -> dict[str, Tensor]:
-    """Return what the MLP keeps, or experts with their tokens, if the model has any, and the norm."""
-    model, experts = job.model, job.model.moe_router_topk if part == EXPERTS else 0
-    # The norm before a dense MLP is part of it; no other part of such an MLP can be recomputed alone.
-    norm, whole, activation = ("layernorm", "moe", ("moe_act",)) if experts else ("mlp", "mlp", ())
-    values = job.bytes_per_value * model.ffn_size_of(part) / job.parallel.tp
-    shared = model.shared_ffn_hidden_size / model.ffn_hidden_size if experts else 0
-    before, routed = 2 if model.gated_linear_unit else 1, (1 - shared) * values
-    return {
-        "input": Tensor(layer_input_bytes(job)),
-        "dropout": Tensor(_mask_bytes(job)),
-        "norm": Tensor(layer_input_bytes(job), (norm,)),
-        "sent": Tensor(layer_input_bytes(job) * experts * job.parallel.expert_tp, (whole,)),
-        "before activation": Tensor(before * routed, (whole,)),
-        "activation": Tensor(routed, (whole, *activation)),
-        "shared experts": Tensor(shared * (before + 1) * values, (whole, "shared_experts")),
-    }
+def _mlp_tensors(job: Job) -> dict[str, Tensor]:
+    return tensors(job, EXPERTS if job.model.moe_router_topk else MLP)
 
 
-def mixer_tensors(job: Job, mixer: Mixer) -> dict[str, Tensor]:
-    """Return what a gated delta net or Mamba keeps, and the norm."""
-    w = job.bytes_per_value / job.parallel.tp
-    return {
-        "norm": Tensor(2 * layer_input_bytes(job)),
-        "dropout": Tensor(_mask_bytes(job)),
-        "kernels": Tensor(w * mixer.kept),
-        "output": Tensor(w * mixer.inner),
-    }
-
-
-def _kept(job: Job, tensors: Mapping[str, Tensor]) -> float:
+def _kept(job: Job, of: Mapping[str, Tensor]) -> float:
     """Bytes of the tensors that are not recomputed selectively."""
     dropped = job.recompute.dropped
-    return sum(tensor.bytes for tensor in tensors.values() if not set(dropped) & set(tensor.modules))
-
-
-def layer_input_bytes(job: Job) -> float:
-    """Bytes of a layer's input."""
-    return job.bytes_per_value * job.model.hidden_size / job.parallel.sequence_ranks
-
-
-def _mask_bytes(job: Job) -> float:
-    """Bytes of a dropout mask, one per value of the hidden state."""
-    return job.model.hidden_size / job.parallel.sequence_ranks if job.hidden_dropout else 0
+    return sum(tensor.bytes for tensor in of.values() if not set(dropped) & set(tensor.modules))
 
 
 def layer_bytes(job: Job, kind: str = FULL) -> float:
     """Bytes that a layer of a kind keeps for backward unless fully recomputed."""
-
-    def tensors(part: str) -> dict[str, Tensor]:
-        if mixer := job.model.mixer_of(part):
-            return mixer_tensors(job, mixer)
-        return mlp_tensors(job, part) if part in (MLP, EXPERTS) else attention_tensors(job)
-
-    return sum(_kept(job, tensors(part)) for part in job.model.parts_of(kind))
+    return sum(_kept(job, tensors(job, part)) for part in job.model.parts_of(kind))
 
 
 def mtp_bytes(job: Job) -> float:
@@ -183,10 +108,10 @@ def mlp_backward_bytes(job: Job) -> float:
     tensors, before and after a matrix product, an activation or an exchange. The largest such tensor is the
     activation's, the rows that experts are sent, or those that sequence-parallel ranks gather, without user buffers.
     """
-    tensors, row = mlp_tensors(job), layer_input_bytes(job)
+    kept, row = _mlp_tensors(job), layer_input_bytes(job)
     gathered = row * job.parallel.sequence_ranks if job.parallel.sequence_ranks > 1 and not job.tiles else 0
-    recomputed = sum(tensor.bytes for tensor in tensors.values()) - _kept(job, tensors)
-    largest = max(tensors["sent"].bytes, gathered, tensors["activation"].bytes)
+    recomputed = sum(tensor.bytes for tensor in kept.values()) - _kept(job, kept)
+    largest = max(gathered, *(kept[name].bytes for name in ("sent", "activation") if name in kept))
     return recomputed + row * (1 + job.model.moe_router_topk) + 2 * largest
 
 
@@ -215,12 +140,12 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     Assumes one stage, half of the rank's rows per call, and FlashAttention-2 kernels, which hold dQ in fp32, and dK and
     dV for every query head.
     """
-    model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job)
+    model, p, w, kept = job.model, job.parallel, job.bytes_per_value, tensors(job, FULL)
     received, sent = moved or one_document(job, model.widest)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, model.kv_values_per_rank(p.tp)
     of_core, dropped = "core_attn" in job.recompute.dropped, set(job.recompute.dropped)
-    again = ["q", "kv"] * (of_core or bool(dropped & {*tensors["kv"].modules})) + ["log-sum-exps"] * of_core
-    held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
+    again = ["q", "kv"] * (of_core or bool(dropped & {*kept["kv"].modules})) + ["log-sum-exps"] * of_core
+    held = sum(kept[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
     kernel = (w + 4) * q / min(p.cp, 2) + w * (1 + received) * (kv + expanded)
     if p.cp == 1:
@@ -300,7 +225,7 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     arrives = parallel.cp > 1 and job.cp_exchange != "latents" and "core_attn" not in recompute.dropped
     prefetched = arrives * job.bytes_per_value * (1 + received) * model.kv_values_per_rank(parallel.tp)
     at_once = max(
-        mlp_backward_bytes(job) + prefetched, attention_backward_bytes(job, moved) - _kept(job, mlp_tensors(job))
+        mlp_backward_bytes(job) + prefetched, attention_backward_bytes(job, moved) - _kept(job, _mlp_tensors(job))
     )
     by_kind = job.layers_by_kind()[:, stage]
     in_layer = np.array([layer_bytes(job, kind) for kind in model.kinds])

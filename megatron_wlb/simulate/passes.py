@@ -18,7 +18,6 @@ from megatron_wlb.cost.host import launches, waiting
 from megatron_wlb.cost.linear import (
     copies,
     exposed_dispatch,
-    head_exchange,
     joining_matrix,
     loss,
     memory_bound,
@@ -31,6 +30,7 @@ from megatron_wlb.cost.linear import (
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
+from megatron_wlb.layers import part_of
 from megatron_wlb.model import EXPERTS, FULL, MLP, WINDOWED
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
@@ -179,7 +179,7 @@ def _layer_times(
         attention, exchange = _attention(job, shards, model.window_of(kind))
         again = expansion(job)[0] * tokens if job.expands_again else 0.0
     else:
-        none, moving, again = np.zeros((len(tokens), cp)), head_exchange(job, kind, tokens), 0.0
+        none, moving, again = np.zeros((len(tokens), cp)), part_of(model, kind).moving(job, tokens), 0.0
         attention, exchange = (none, none), (moving, moving)
     linear = every.forward + bound[0] + by_tile[0], every.backward + bound[1] + again + by_tile[1]
     # The partner of a pass may be any other micro-batch of the rank.

@@ -19,7 +19,8 @@ from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
 from megatron_wlb.adapter import cpu, data, jobs
-from megatron_wlb.adapter.model import WlbCoreAttention, check_stack
+from megatron_wlb.adapter.layers import check_stack
+from megatron_wlb.adapter.layers.attention import WlbCoreAttention
 from megatron_wlb.adapter.sources import datasets
 from megatron_wlb.adapter.sources.windows import TextOfWindows
 from megatron_wlb.adapter.training import _of_step

@@ -6,10 +6,16 @@ import pytest
 import torch
 from megatron.core.transformer.moe import router
 
-from megatron_wlb.adapter import experts
+from megatron_wlb.adapter.layers import experts
+from megatron_wlb.adapter.layers.kind import Run
 
 EXPERTS, TOPK, COEFF = 4, 2, 0.1
 REDUCE = "megatron.core.transformer.moe.moe_utils.reduce_from_tensor_model_parallel_region"
+
+
+def installed(trained):
+    """Weigh router losses of a run that trains this share of its tokens."""
+    return experts.KIND.installed(Run(lambda: trained, adapt=None))
 
 
 def micro_batches():
@@ -23,7 +29,7 @@ def micro_batches():
 
 
 def test_a_micro_batch_of_padding_alone_has_no_balancing_loss():
-    with experts.installed(lambda: 1.0):
+    with installed(1.0):
         none = torch.zeros(EXPERTS)
         given = {"topk": TOPK, "num_experts": EXPERTS, "moe_aux_loss_coeff": COEFF, "fused": True}
         loss = router.switch_load_balancing_loss_func(
@@ -38,7 +44,7 @@ def test_balancing_losses_take_shares_of_all_tokens(ahead, monkeypatch):
     monkeypatch.setattr(REDUCE, lambda counts, group: counts)
     alone = types.SimpleNamespace(size=lambda: 1)
     counted, tokens, each = torch.zeros(EXPERTS), 0, []
-    with experts.installed(lambda: 1.0):
+    with installed(1.0):
         for steps, (scores, chosen, padding) in enumerate(micro_batches(), start=1):
             counts, local, total = router.get_tokens_per_expert_and_token_count(
                 routing_map=chosen, reduce_group=alone, topk=TOPK, with_padding_mask=True
@@ -63,7 +69,7 @@ def test_every_rank_of_a_group_weighs_by_the_mean_of_its_tokens(monkeypatch):
     """Its share of the group's loss is of all tokens already."""
     monkeypatch.setattr(REDUCE, lambda counts, group: counts + 30)
     _, chosen, _ = next(micro_batches())
-    with experts.installed(lambda: 1.0):
+    with installed(1.0):
         _, local, total = router.get_tokens_per_expert_and_token_count(
             routing_map=chosen, reduce_group=types.SimpleNamespace(size=lambda: 4), topk=TOPK, with_padding_mask=True
         )
@@ -75,7 +81,7 @@ def test_bias_counts_no_padding_and_losses_are_of_the_trained_share(monkeypatch)
     _, chosen, padding = list(micro_batches())[1]
     everything = chosen | padding[:, None]
     monkeypatch.setattr(router.MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-    with experts.installed(lambda: 0.25):
+    with installed(0.25):
         router.TopKRouter._apply_expert_bias(given, everything, padding_mask=padding)
         router.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(8.0))
     torch.testing.assert_close(given.local_tokens_per_expert, chosen.sum(dim=0).float())

@@ -37,7 +37,7 @@ def _both(rope_type: str, q_lora_rank: int | None):
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from megatron_wlb.adapter import model
+    from megatron_wlb.adapter import layers, model
     from megatron_wlb.runtime.attention import AttentionOptions
     from megatron_wlb.runtime.backends import get_backend
     from megatron_wlb.runtime.metadata import ShardMetadata
@@ -62,7 +62,7 @@ def _both(rope_type: str, q_lora_rank: int | None):
     def built(core_attention):
         layer = get_gpt_layer_local_spec(multi_latent_attention=True)
         if core_attention is None:
-            model._adapt(layer, config, options)
+            layers.adapt(layer, config, options)
         else:
             layer.submodules.self_attention.submodules.core_attention = core_attention
         groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -14,6 +14,7 @@ from tests.worlds import run_world
 def _events(recompute: bool) -> list[str]:
     """What a forward and backward of two layers does, in order: collectives, and the MLP's backward."""
     from megatron_wlb.adapter import model
+    from megatron_wlb.adapter.layers.attention import WlbCoreAttention
     from megatron_wlb.runtime import all_to_all, attention
     from megatron_wlb.runtime.backends import get_backend
     from megatron_wlb.runtime.metadata import ShardMetadata
@@ -35,7 +36,7 @@ def _events(recompute: bool) -> list[str]:
             config = SimpleNamespace(window_size=None, window_attn_skip_freq=None, softmax_type="vanilla")
             options = attention.AttentionOptions(backend=backend)
             groups = SimpleNamespace(cp=dist.group.WORLD, tp=None)
-            core = model.WlbCoreAttention(config, 1, None, "self", options, pg_collection=groups)
+            core = WlbCoreAttention(config, 1, None, "self", options, pg_collection=groups)
             self.self_attention = torch.nn.Module()
             self.self_attention.core_attention = core
 

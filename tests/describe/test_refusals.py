@@ -9,6 +9,7 @@ import pytest
 from megatron_wlb.describe import adapt, masks, refusals, same
 from megatron_wlb.describe.arguments import ARGUMENTS, Refused, flag_of, rows
 from megatron_wlb.describe.refusals import check
+from megatron_wlb.layers import delta_net, experts, latent, linear, mamba
 
 SERVED = {
     **{"seq_length": 1024, "micro_batch_size": 1, "calculate_per_token_loss": True, "attention_dropout": 0},
@@ -113,7 +114,7 @@ def test_every_row_and_every_rule_refuses_once_and_serves_once():
     assert not [message for message in refusals.RULES if message not in said]
 
 
-@pytest.mark.parametrize("module", [adapt, masks, refusals, same])
+@pytest.mark.parametrize("module", [adapt, masks, refusals, same, delta_net, experts, latent, linear, mamba])
 def test_rules_name_arguments_of_the_table(module):
     tree = ast.parse(inspect.getsource(module))
     named = {

@@ -6,25 +6,26 @@ import numpy as np
 import pytest
 
 from megatron_wlb.job import Parallel, Recompute
-from megatron_wlb.model import MODELS, ModelShape, gated_delta_net, mamba
+from megatron_wlb.layers.delta_net import gated_delta_net
+from megatron_wlb.layers.mamba import mamba
+from megatron_wlb.model import DELTA_NET, FULL, MAMBA, MODELS, ModelShape
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import (
     attention_backward_bytes,
-    attention_tensors,
     gpu_weights,
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
-    mixer_tensors,
     mlp_backward_bytes,
     most_kept,
     mtp_bytes,
     one_document,
     peak_bytes,
     step_peak_bytes,
+    tensors,
     token_bytes,
     weight_bytes,
 )
@@ -168,14 +169,14 @@ def test_backward_of_attention_by_hand(groups, gradients, more):
 def test_what_attention_keeps_of_latents_by_hand():
     """V3 on 8 x 4 ranks, 16 heads each: latents of 1536 for Q and of 512 for K and V, and 64 rotated values."""
     given = job(model=replace(MODELS["deepseek-v3"], qk_layernorm=True), tp=8, cp=4, cp_exchange="latents")
-    kept = {name: tensor.bytes for name, tensor in attention_tensors(given).items()}
+    kept = {name: tensor.bytes for name, tensor in tensors(given, FULL).items()}
     row, keys = 2 * 7168 / 8, 16 * (128 + 64 + 128)
     # Own latents of Q before and after a norm; all of K and V after theirs, with the part that heads share, to expand
     # them again; sines and cosines in fp32.
     latents = 2 * (2 * 1536 + 4 * 512) / 8 + 2 * 4 * 64 + 2 * 2 * 2 * 64
     expected = {"input": row, "norm": row, "dropout": 0, "q": 2 * 16 * 192, "out": 2 * 16 * 128, "log-sum-exps": 4 * 16}
     assert kept == expected | {"kv": 0, "latents": latents}
-    shared = {name: each.bytes for name, each in attention_tensors(replace(given, cp_exchange="shared")).items()}
+    shared = {name: each.bytes for name, each in tensors(replace(given, cp_exchange="shared"), FULL).items()}
     assert shared["kv"] == 2 * keys and shared["latents"] == 2 * (2 * 1536 + 2 * 512) / 8 + 2 * 2 * 2 * 64
     # Backward holds gradients, K and V again, theirs in fp32, and on top runs a kernel with dQ in fp32 of half of Q.
     held, every = row + 2 * (16 * 192 + 16 * 128 + keys), 4 * keys
@@ -198,16 +199,18 @@ def test_what_linear_layers_keep_by_hand():
     """By head sizes, as `benchmarks.memory` finds it of the kernels of flash-linear-attention."""
     on_four = job(tp=4)
 
-    def kept(mixer):
-        return sum(tensor.bytes for tensor in mixer_tensors(on_four, mixer).values())
+    def kept(letter, **mixer):
+        given = replace(on_four, model=replace(on_four.model, pattern=letter, **mixer))
+        return sum(tensor.bytes for tensor in tensors(given, letter).values())
 
     norm, q, v = 2 * on_four.model.hidden_size / 4, 2048, 4096
     rows = 2 * q + 2 * v + 2 * 32
     of_net = rows + 2 * q + 2 * 4096 + v + 64 * 32 + (v + v + 2 * 2 * v) + v
     net = gated_delta_net(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
-    assert kept(net) == 2 * (norm + of_net / 4)
+    assert kept(DELTA_NET, delta_net=net) == 2 * (norm + of_net / 4)
     of_mamba = (2 * 4096 + 2 * 8 * 128 + 64) + 2 * 4096 + 4096
-    assert kept(mamba(heads=64, head_dim=64, groups=8, state_dim=128)) == 2 * (norm + of_mamba / 4)
+    ssm = mamba(heads=64, head_dim=64, groups=8, state_dim=128)
+    assert kept(MAMBA, mamba=ssm) == 2 * (norm + of_mamba / 4)
     alike = gated_delta_net(key_heads=32, value_heads=32, key_dim=128, value_dim=128)
     assert alike.kept == (4 * v + 2 * 32) + 2 * v + v + 64 * 32 + 6 * v  # nothing is repeated
 

@@ -20,7 +20,8 @@ from megatron_wlb.documents import Keys, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
-from megatron_wlb.model import MODELS, mamba
+from megatron_wlb.layers.mamba import mamba
+from megatron_wlb.model import MODELS
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times
 from megatron_wlb.simulate.passes import crossover, pass_times, synchronised

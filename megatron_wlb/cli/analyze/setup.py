@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb import layers
 from megatron_wlb.cli.data import data_of
 from megatron_wlb.cli.job import Run
 from megatron_wlb.describe import alternatives
@@ -105,9 +106,9 @@ class Setup:
         self.job, self.tried = self._best(job.packing)
         a, stated = run.arguments, run.launched.stated
         model, half = job.model, job.crossover_tokens
-        if model.delta_net or model.mamba:
+        if model.has_mixers:
             self.notes.append(
-                "Assumed of gated delta nets and Mamba layers: scans go at the rate of memory, and nothing overlaps "
+                f"Assumed of {layers.LINEAR}: scans go at the rate of memory, and nothing overlaps "
                 "the exchange of their heads. The time of such layers has not been compared with a measured one."
             )
         if model.attention_layers < model.num_layers and job.context_length < half:

@@ -12,12 +12,18 @@ import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn.functional import pad
 
+from megatron_wlb.adapter.layers.attention import WlbCoreAttention
+from megatron_wlb.adapter.layers.kind import Kind
+from megatron_wlb.adapter.layers.norm import TorchNorm
 from megatron_wlb.adapter.upstream.versions import upstream
 from megatron_wlb.describe.megatron import row_multiple
 from megatron_wlb.runtime.all_to_all import exchange_rows
+from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys
 from megatron_wlb.runtime.backends.protocol import owned, side_by_side
+from megatron_wlb.runtime.metadata import ShardMetadata
 
 
 class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
@@ -33,6 +39,13 @@ class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
             kv = mappings.gather_from_tensor_model_parallel_region(kv, group=self.tp_group)
             kv = mappings.scatter_to_sequence_parallel_region(kv, group=self.tp_group)
         return q, kv
+
+
+class WlbLatentCore(WlbCoreAttention):
+    """Core attention to keys that latents were expanded to: `key` is the `kv` of `attention_to_keys`."""
+
+    def _attend(self, query: Any, key: Any, value: Any, metadata: ShardMetadata, sink: Any) -> torch.Tensor:
+        return attention_to_keys(query, key, metadata, self.options, sink)
 
 
 class WlbLatentExchange(WlbLatentAttention):
@@ -116,3 +129,26 @@ class WlbLatentExchange(WlbLatentAttention):
         kv = kv[: len(shared)].view(len(shared), -1, self.config.qk_head_dim + self.config.v_head_dim)
         keys, values = kv.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
         return side_by_side(torch.cat((keys, shared[:, None].expand(-1, kv.shape[1], -1)), dim=-1), values)
+
+
+CLASSES = MLASelfAttention, WlbLatentAttention, WlbLatentExchange
+"""Attention of the spec of a layer that is adapted."""
+
+
+class _LatentAttention(Kind):
+    def rotary(self, module: Any) -> list[Any]:
+        return [module.rotary_pos_emb] if isinstance(module, MLASelfAttention) else []
+
+    def adapt(self, layer: Any, config: Any, options: AttentionOptions) -> bool:
+        if not config.multi_latent_attention:
+            return False
+        spec = layer.submodules.self_attention
+        exchanged = (WlbLatentExchange, WlbLatentCore)
+        spec.module, core = exchanged if options.latents else (WlbLatentAttention, WlbCoreAttention)
+        spec.submodules.core_attention = ModuleSpec(module=core, params={"options": options})
+        if config.transformer_impl == "local" and config.qk_layernorm:
+            spec.submodules.q_layernorm = spec.submodules.kv_layernorm = TorchNorm
+        return True
+
+
+KIND = _LatentAttention()

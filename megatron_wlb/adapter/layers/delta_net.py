@@ -1,4 +1,4 @@
-"""Layers whose state runs along a document: upstream's, over context-parallel shards.
+"""Gated delta nets: upstream's, over context-parallel shards.
 
 Upstream's all-to-all gives a rank all rows for some of its heads. Which row of the packed micro-batch each of them is,
 upstream derives from a layout of its own, and here the plan says it (`PackedOrder`).
@@ -6,6 +6,7 @@ upstream derives from a layout of its own, and here the plan says it (`PackedOrd
 
 import contextlib
 import importlib
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
+from megatron_wlb.adapter.layers.kind import Kind, Run
 from megatron_wlb.adapter.upstream.replaced import replaced
+from megatron_wlb.layers.delta_net import has_delta_nets
+from megatron_wlb.runtime.attention import AttentionOptions
 
 
 class WlbGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
@@ -32,20 +36,28 @@ class WlbGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
         return actual
 
 
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Make upstream's gated delta nets and Mamba layers find their rows by the plan inside."""
-    package, parameters = "megatron.core.ssm.gated_delta_net", ("cu_seqlens", "cp_size", "t_global")
-    common, gdn = (importlib.import_module(f"{package}.{name}") for name in ("common", "gdn"))
-    # 0.19 calls it in one of these modules, 0.20 in the other.
-    caller = gdn if hasattr(gdn, "_build_thd_cp_a2a_perm") else common
-    mamba, rows = importlib.import_module("megatron.core.ssm.mamba_context_parallel"), ("input_", "packed_seq_params")
-    with (
-        replaced(caller, "_build_thd_cp_a2a_perm", lambda original: _order, parameters),
-        replaced(mamba, "_undo_attention_load_balancing", lambda original: _from_ranks, rows),
-        replaced(mamba, "_redo_attention_load_balancing", lambda original: _to_ranks, rows),
-    ):
-        yield
+class _DeltaNet(Kind):
+    stack_layer = "gdn_layer"
+
+    def applies(self, args: Namespace) -> bool:
+        return has_delta_nets(args)
+
+    @contextlib.contextmanager
+    def installed(self, run: Run) -> Iterator[None]:
+        """Make upstream's layers find their rows by the plan inside."""
+        package, parameters = "megatron.core.ssm.gated_delta_net", ("cu_seqlens", "cp_size", "t_global")
+        common, gdn = (importlib.import_module(f"{package}.{name}") for name in ("common", "gdn"))
+        # 0.19 calls it in one of these modules, 0.20 in the other.
+        caller = gdn if hasattr(gdn, "_build_thd_cp_a2a_perm") else common
+        with replaced(caller, "_build_thd_cp_a2a_perm", lambda original: _order, parameters):
+            yield
+
+    def adapt(self, layer: Any, config: Any, options: AttentionOptions) -> bool:
+        spec: Any = getattr(layer.submodules, "self_attention", None)
+        if getattr(spec, "module", None) not in (GatedDeltaNet, WlbGatedDeltaNet):
+            return False
+        spec.module = WlbGatedDeltaNet
+        return True
 
 
 def _order(cu_seqlens: Any, cp_size: int, t_global: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,9 +65,4 @@ def _order(cu_seqlens: Any, cp_size: int, t_global: int) -> tuple[torch.Tensor, 
     return found
 
 
-def _from_ranks(input_: torch.Tensor, cp_size: int, packed_seq_params: Any) -> torch.Tensor:
-    return input_.index_select(0, packed_seq_params.wlb.packed.from_ranks)
-
-
-def _to_ranks(input_: torch.Tensor, cp_size: int, packed_seq_params: Any) -> torch.Tensor:
-    return input_.index_select(0, packed_seq_params.wlb.packed.to_ranks)
+KIND = _DeltaNet()

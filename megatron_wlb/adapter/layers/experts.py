@@ -5,16 +5,18 @@ Upstream's own padding masks keep padding out. What it still multiplies where it
 
 import contextlib
 import importlib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from megatron_wlb.adapter.layers.kind import Kind, Run
 from megatron_wlb.adapter.upstream.replaced import replaced
 
 
 @contextlib.contextmanager
-def installed(trained: Callable[[], float]) -> Iterator[None]:
+def _installed(trained: Callable[[], float]) -> Iterator[None]:
     """Weigh router losses by tokens inside; `trained`: share of the running step's tokens by which losses are divided.
 
     Upstream divides what it sums over tokens by the trained ones, also the router losses, which are of all tokens.
@@ -59,3 +61,14 @@ def installed(trained: Callable[[], float]) -> Iterator[None]:
         replaced(router.MoEAuxLossAutoScaler, "set_loss_scale", scaled, ("scale",)),
     ):
         yield
+
+
+class _Experts(Kind):
+    def applies(self, args: Namespace) -> bool:
+        return bool(args.num_experts)
+
+    def installed(self, run: Run) -> contextlib.AbstractContextManager[None]:
+        return _installed(run.trained)
+
+
+KIND = _Experts()

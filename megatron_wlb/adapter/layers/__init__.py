@@ -1,0 +1,75 @@
+"""Layer kinds in training: what is replaced in upstream for each, a file a kind, named as in `megatron_wlb.layers`."""
+
+import contextlib
+import importlib
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.transformer.attention import SelfAttention
+
+from megatron_wlb.adapter.layers import attention, experts, latent, mtp
+from megatron_wlb.adapter.layers.attention import foreign_core
+from megatron_wlb.adapter.layers.kind import Kind, Run
+from megatron_wlb.adapter.layers.norm import TorchNorm
+from megatron_wlb.model import MIXERS
+from megatron_wlb.runtime.attention import AttentionOptions
+
+_MIXERS: list[Kind] = [importlib.import_module(f"{__name__}.{name}").KIND for name in MIXERS.values()]
+KINDS: tuple[Kind, ...] = (mtp.KIND, experts.KIND, *_MIXERS, latent.KIND, attention.KIND)
+STACK = tuple(kind.stack_layer for kind in KINDS if kind.stack_layer)
+"""Specs of upstream's hybrid stack that are adapted."""
+
+
+@contextlib.contextmanager
+def installed(args: Namespace, run: Run) -> Iterator[None]:
+    """Apply the replacements of all kinds of a run's layers inside."""
+    with contextlib.ExitStack() as stack:
+        for kind in KINDS:
+            if kind.applies(args):
+                stack.enter_context(kind.installed(run))
+        yield
+
+
+def adapt(layer: Any, config: Any, options: AttentionOptions) -> None:
+    """Adapt the spec of a layer."""
+    adapt_mixer(layer, config, options, linear=config.experimental_attention_variant is not None)
+    if config.transformer_impl == "local":
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+
+
+def adapt_mixer(layer: Any, config: Any, options: AttentionOptions, *, linear: bool) -> None:
+    """Adapt what mixes the rows of a layer; `linear`: it may be no attention."""
+    if linear and any(kind.adapt(layer, config, options) for kind in _MIXERS):
+        return
+    check_layer(layer)
+    if not latent.KIND.adapt(layer, config, options):
+        attention.KIND.adapt(layer, config, options)
+
+
+def rotary(module: Any) -> list[Any]:
+    """Return the rotary embeddings that a module of a model has as a layer of its own."""
+    return [each for kind in KINDS for each in kind.rotary(module)]
+
+
+def check_stack(spec: Any) -> None:
+    """Raise ValueError for another spec than one of Megatron's hybrid stack with its own layers."""
+    for kind in KINDS:
+        kind.check_stack(spec)
+    check_layer(spec.submodules.attention_layer)
+
+
+def check_layer(layer: Any) -> None:
+    """Raise ValueError for the spec of a layer without Megatron's own self-attention and core attention."""
+    found = getattr(getattr(layer.submodules, "self_attention", None), "module", None)
+    inherits = getattr(found, "forward", None) is SelfAttention.forward
+    if not inherits and found not in latent.CLASSES:
+        raise ValueError(
+            f"--wlb: --spec names a layer with {getattr(found, '__name__', 'no self-attention')}, without the forward "
+            "pass of Megatron's SelfAttention or MLASelfAttention; leave one of them out"
+        )
+    if core := foreign_core(layer):
+        raise ValueError(
+            f"--wlb has a core attention of its own, and that of the layer is {core}, not Megatron's "
+            "DotProductAttention; leave --wlb out, or --spec or the flag that names it"
+        )

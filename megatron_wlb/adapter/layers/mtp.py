@@ -1,0 +1,91 @@
+"""Multi-token prediction with tokens from the loader.
+
+At depth k, the row of token i has token i + k as input and token i + k + 1 as target. Upstream rolls the micro-batch,
+which crosses shards. Here the loader reads the tokens that follow; behind the window, or the document, they are token 0
+with weight 0.
+"""
+
+import contextlib
+import importlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_wlb.adapter.data import Batch
+from megatron_wlb.adapter.layers.kind import Kind, Run
+from megatron_wlb.adapter.layers.norm import TorchNorm
+from megatron_wlb.adapter.upstream.replaced import replaced
+
+
+def adapt_mtp(layer: Any, config: Any, adapt: Callable[[Any, Any], None]) -> None:
+    """Adapt the spec of one of upstream's MTP layers, and by `adapt` that of the layer inside."""
+    adapt(layer.submodules.mtp_model_layer, config)
+    if config.transformer_impl == "local":
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchNorm
+
+
+def rolled(
+    batch: Batch, positions: torch.Tensor, weights: torch.Tensor | None, context_length: int, depths: int
+) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Yield the results of upstream's `roll_tensor` in a forward pass.
+
+    Its layers ask for the inputs of each depth: tokens [1, s], then positions [1, s]; its loss for labels [1, s], then
+    the mask [1, s] with its sum, by which it divides what it multiplies by the trained tokens. The sum returned is
+    their number, so the mask alone is a target's weight: `weights` [1 + depths, s] or 1.
+    """
+    assert batch.tokens is not None and batch.labels is not None and batch.loss_mask is not None
+    trained = batch.loss_mask[:1].sum()
+    for depth in range(1, depths + 1):
+        yield batch.tokens[depth : depth + 1], None
+        # Beyond the end of a document any valid position will do.
+        yield (positions + depth).clamp(max=context_length - 1).unsqueeze(0), None
+    for depth in range(1, depths + 1):
+        yield batch.labels[depth : depth + 1], None
+        mask = batch.loss_mask[depth : depth + 1]
+        yield mask if weights is None else mask * weights[depth : depth + 1], trained
+
+
+@contextlib.contextmanager
+def _installed(adapt: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Make upstream's MTP layers use specs changed by `adapt`, and roll nothing."""
+    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    prediction = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+
+    def adapted(original: Any) -> Any:
+        def get_gpt_mtp_block_spec(config: Any, *args: Any, **kwargs: Any) -> Any:
+            block = original(config, *args, **kwargs)
+            for layer in block.layer_specs if block else ():
+                adapt(layer, config)
+            return block
+
+        return get_gpt_mtp_block_spec
+
+    def loaded(original: Any) -> Any:
+        def roll_tensor(tensor: Any, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
+            if tensor.dtype == torch.bool:  # padding stays where it is
+                return tensor, None
+            following, total = next(packed_seq_params.ahead)
+            assert following.shape == tensor.shape and following.dtype == tensor.dtype
+            return following, total
+
+        return roll_tensor
+
+    with (
+        replaced(specs, "get_gpt_mtp_block_spec", adapted, ("config",)),
+        replaced(prediction, "roll_tensor", loaded, ("tensor", "packed_seq_params")),
+    ):
+        yield
+
+
+class _Mtp(Kind):
+    def applies(self, args: Namespace) -> bool:
+        return bool(args.mtp_num_layers)
+
+    def installed(self, run: Run) -> contextlib.AbstractContextManager[None]:
+        return _installed(partial(adapt_mtp, adapt=run.adapt))
+
+
+KIND = _Mtp()

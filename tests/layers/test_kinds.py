@@ -1,0 +1,83 @@
+"""A kind of layers that nobody else knows: its file, its letter and its field are enough to plan with it."""
+
+import ast
+from dataclasses import make_dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megatron_wlb
+from megatron_wlb import layers
+from megatron_wlb.cost.host import launches
+from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.describe.shape import model_of
+from megatron_wlb.layers.linear import LinearLayer
+from megatron_wlb.layers.part import layer_input_bytes
+from megatron_wlb.model import MIXERS, Mixer, ModelShape
+from megatron_wlb.simulate.memory import layer_bytes
+from megatron_wlb.simulate.passes import pass_times
+from tests.simulate.shards import job, shards_of
+
+PACKAGE = Path(megatron_wlb.__file__).parent
+STAND_IN = "adapter/cpu_linear.py"
+"""Kernels for a CPU, for tests alone."""
+RETENTION = Mixer(projected=8192, inner=4096, scan=1 << 20, kept=12288)
+
+
+class Retention(LinearLayer):
+    letters = "R"
+    title = "retention"
+    modules = ("attn",)
+    variants = ("retention",)
+
+    def sizes(self, a, sizes):
+        return {"retention": RETENTION} if "R" in sizes["pattern"] else {}
+
+
+@pytest.fixture
+def retention(monkeypatch):
+    """The kind entered, and a shape with its field."""
+    kind = Retention()
+    monkeypatch.setitem(MIXERS, "R", "retention")
+    monkeypatch.setattr(layers, "KINDS", (kind, *layers.KINDS))
+    monkeypatch.setitem(layers._PARTS, "R", kind)
+    monkeypatch.setitem(layers.VARIANTS, "retention", kind)
+    shape = make_dataclass("Shape", [("retention", Mixer | None, None)], bases=(ModelShape,), frozen=True, kw_only=True)
+    monkeypatch.setattr("megatron_wlb.describe.shape.ModelShape", shape)
+
+
+@pytest.mark.usefixtures("retention")
+def test_a_made_up_kind_is_planned_by_its_file_alone():
+    sizes = {"num_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 11008, "swiglu": True}
+    flags = {"experimental_attention_variant": "retention", "linear_attention_freq": 2}
+    model = model_of(MegatronArguments.of(sizes | flags))
+    assert model.layer_kinds == "R*R*" and model.mixer_of("R") == RETENTION and model.has_mixers
+    given = job(model=model, cp=2, tp=2)
+    assert layer_bytes(given, "R") > 2 * layer_input_bytes(given) + 2 * (RETENTION.kept + RETENTION.inner) / 2
+    assert launches(replace(given, cuda_graphs=()), "R") == launches(replace(given, cuda_graphs=()), "*")
+    lengths = [[1 << 16, 1 << 16]]
+    times = pass_times(given, shards_of(given, lengths))
+    longer = pass_times(given, shards_of(given, [[1 << 17]]))
+    alone = replace(given, model=replace(model, pattern="R"))
+    linear = pass_times(alone, shards_of(alone, lengths))
+    assert (linear.layers[0].attention == 0).all() and (linear.layers[0].exchange > 0).all()
+    assert (linear.forward < times.forward).all() and (times.forward < longer.forward).all()
+    np.testing.assert_array_equal(pass_times(alone, shards_of(alone, [[1 << 17]])).forward, linear.forward)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "delta_net"])
+def test_few_files_name_a_kind(kind):
+    """Those that a new one adds or changes: its two files, their list, its letter and field, and its arguments."""
+    names = {kind, kind.upper(), kind.title().replace("_", "")}
+
+    def named(path):
+        for each in ast.walk(ast.parse(path.read_text())):
+            words = [getattr(each, field, None) for field in ("id", "attr", "name", "module", "arg")]
+            if any(name in word for word in words if isinstance(word, str) for name in names):
+                return True
+        return False
+
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if named(path)} - {STAND_IN}
+    files = {f"layers/{kind}.py", f"adapter/layers/{kind}.py", "layers/__init__.py", "model.py"}
+    assert found | {"describe/arguments.py"} == files | {"describe/arguments.py"}
