@@ -8,8 +8,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from megatron_wlb.cli.analyze.report import Report, data_entries
-from megatron_wlb.cli.analyze.setup import Megatron, schemes
+from megatron_wlb.cli.analyze.lengths import documents_of
+from megatron_wlb.cli.analyze.setup import Schemes
 from megatron_wlb.cli.analyze.table import verdict
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import profile_file
@@ -18,7 +18,7 @@ from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import simulate_step
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, LARGE, MODEL, RUN, C, N, analyse, setup
+from tests.cli.analyses import JOB, LARGE, MODEL, RUN, C, N, analyse, report, setup
 from tests.packing.steps import documents
 
 
@@ -55,7 +55,7 @@ def test_layers_of_several_kinds(data):
     """Windows are simulated, for Megatron by gathered keys; a hybrid model says where it needs little balance."""
     near = f"{LARGE} --num-gpus 8 --data-path {data} --split 1 --window-size 255,0 --window-attn-skip-freq 2"
     given = setup(near)
-    assert given.without_wlb("thd").cp_exchange == "all" and any("no sliding windows" in note for note in given.notes)
+    assert given.without_wlb().job.cp_exchange == "all" and any("no sliding windows" in note for note in given.notes)
     hybrid = setup(f"{LARGE} --num-gpus 8 --data-path {data} --split 1 --hybrid-layer-pattern M-*-|M-M-")
     assert hybrid.job.decoder_layers().ravel().tolist() == [4, 4]
     half = f"windows of {hybrid.job.crossover_tokens:,} tokens"
@@ -129,13 +129,15 @@ def test_a_delay_has_its_time_at_the_work_of_the_steps_of_megatron(tmp_path, len
 
 def test_rows_of_conversations_take_megatron_the_time_of_full_windows(data):
     """The last conversation of a row has the padding, as in upstream."""
-    job = setup(JOB, "--wlb-micro-batches 4 --data-path", data).without_wlb("thd")
+    thd = setup(JOB, "--wlb-micro-batches 4 --data-path", data).without_wlb()
+    job = thd.job
     rows = [[100, 200], [C], [70], [C - 7, 3]]
     batch = PackedBatch(documents=documents([*chain(*rows)]), bounds=np.array([0, 2, 3, 4, 6]))
-    times = {name: Megatron(name, padded=True).simulate(job, batch).time for name in ("plain", "thd")}
-    assert times["thd"] == pytest.approx(step_us(job, [[100, C - 100], [C], [C], [C - 7, 7]]))
-    assert times["plain"] == pytest.approx(step_us(job, [[C]] * 4))
-    assert times["thd"] > Megatron("thd").simulate(job, batch).time == pytest.approx(step_us(job, rows))
+    padded = thd._replace(padded=True)
+    plain, time = (scheme.simulate(batch).time for scheme in (padded._replace(crosses=True), padded))
+    assert time == pytest.approx(step_us(job, [[100, C - 100], [C], [C], [C - 7, 7]]))
+    assert plain == pytest.approx(step_us(job, [[C]] * 4))
+    assert time > thd.simulate(batch).time == pytest.approx(step_us(job, rows))
 
 
 def test_flags_to_add_are_those_that_were_given(data):
@@ -178,16 +180,9 @@ def test_several_windows_are_tried_as_training_does(tmp_path):
     assert found.job == setup(f"--wlb-memory-budget {found.run.budget / 2**30!r}", *run).job
     assert found.job.num_micro_batches < 64 and f"--wlb-micro-batches {found.job.num_micro_batches}" in found.pins()
     unknown = setup(*run, "--optimizer sgd")
-    assert unknown.job.num_micro_batches >= 64 and unknown.megatron.micro_batch_size == 4
-    loss = {"us_per_token": 1.0, "speedup": 0.5, "speedup_error": 0.0}
-    numbers = {
-        "schemes": {"ours": loss | {"us_per_token": 2.0}, "thd": loss},
-        "readings": [],
-        "single_windows": 1.0,
-        "prices": [],
-    }
-    assert verdict(Report(unknown, numbers, {})) == ("Close", "close")
-    assert verdict(Report(found, numbers, {})) == ("Do not use it", "loss")
+    assert unknown.job.num_micro_batches >= 64 and unknown.of_run.micro_batch_size == 4
+    assert verdict(report(unknown, 0.5)) == ("Close", "close")
+    assert verdict(report(found, 0.5)) == ("Do not use it", "loss")
 
 
 def test_overlapped_communication_counts_in_all_columns(tmp_path, long):
@@ -217,10 +212,10 @@ def test_what_a_profile_was_measured_with_is_said(tmp_path, data):
 def test_masks_of_upstream_that_do_not_hold_are_named(long):
     masked = f"{RUN} {LARGE} {long} --dataloader-inter-document-masking"
     found = setup(masked)
-    assert found.megatron.name == "thd"
+    assert found.masks_documents
     assert "tokens attend to other documents, and not to all of their own" in " ".join(found.run.judged.remarks)
     alone = setup(masked.replace("--context-parallel-size 2", "--context-parallel-size 1"))
-    assert alone.megatron.name == "thd" and "other documents" not in " ".join(alone.run.judged.remarks)
+    assert alone.masks_documents and "other documents" not in " ".join(alone.run.judged.remarks)
 
 
 @pytest.mark.parametrize(
@@ -234,16 +229,16 @@ def test_masks_of_upstream_that_do_not_hold_are_named(long):
 def test_megatron_interleaves_in_groups_of_its_own(windows, flag, megatron, ours, data):
     line = f"--model llama2-7b --seq-length 4096 --global-batch-size {windows} --pipeline-model-parallel-size 4"
     line += f" --num-virtual-stages-per-pipeline-rank 2 --wlb-micro-batches {windows} {flag} --split 1"
-    groups = {name: job.schedule().group for name, job in schemes(setup(line, "--data-path", data)).items()}
-    assert groups == {"plain": megatron, "thd": megatron, "ours": ours}
+    groups = Schemes(*(scheme.job.schedule().group for scheme in setup(line, "--data-path", data).schemes))
+    assert groups == (megatron, megatron, ours)
 
 
 def test_shares_of_work_by_hand(data, lengths):
     """Documents over the window count window by window."""
     given = setup(JOB, "--wlb-micro-batches 4 --data-path", data)
-    found, crossover = data_entries(given), given.job.crossover_tokens
-    shares = found["shares"]
-    assert (found["documents"], found["tokens"]) == (len(lengths), lengths.sum())
+    found, crossover = documents_of(given), given.job.crossover_tokens
+    shares = found.shares
+    assert (found.documents, found.tokens) == (len(lengths), lengths.sum())
     work = [d * crossover + (d // C) * C * C + (d % C) ** 2 for d in lengths.tolist()]
     for name, weights in (("documents", [1] * len(work)), ("tokens", lengths.tolist()), ("work", work)):
         over = sum(w for d, w in zip(lengths.tolist(), weights, strict=True) if 2048 < d <= 4096)
