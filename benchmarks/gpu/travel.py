@@ -81,19 +81,18 @@ def make(folder: Path, script: Path, pythons: list[str]) -> None:
         raise ValueError(f"{folder} has {total:.1f} MiB, more than {LIMIT_MIB}; give fewer --python, or fewer WHEELS")
     print(f"{total:6.1f} MiB in all")
     for python in pythons:
-        code = f"import pathlib; from benchmarks.gpu import travel; travel.loads(pathlib.Path({str(folder)!r}))"
-        subprocess.run([python, "-c", code], check=True)
+        _load(folder, python)
 
 
-def loads(folder: Path) -> None:
-    """Unpack the folder elsewhere, and load NCCL and TransformerEngine with the torch of this Python.
+def _load(folder: Path, python: str) -> None:
+    """Unpack the folder elsewhere, and load NCCL and TransformerEngine with the torch of a Python.
 
     Raises CalledProcessError if one does not load.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        there = unpack(folder, Path(temporary))
+        there = unpack(folder, Path(temporary), python)
         code = f"import ctypes, torch; ctypes.CDLL({str(there.nccl)!r}); import transformer_engine.pytorch"
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(there.site)}, check=True)
+        subprocess.run([python, "-c", code], env={**os.environ, "PYTHONPATH": str(there.site)}, check=True)
 
 
 def _extension(python: str, work: Path, built: Path) -> None:
@@ -119,8 +118,8 @@ def _said(python: str, code: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def unpack(folder: Path, there: Path) -> There:
-    """Unpack on the GPU machine, once. Raises ValueError if its torch has no extension."""
+def unpack(folder: Path, there: Path, python: str = sys.executable) -> There:
+    """Unpack on the GPU machine, once. Raises ValueError if the torch of its Python has no extension."""
     libraries = json.loads((folder / "libraries.json").read_text())
     if not (done := there / "unpacked").exists():
         with tarfile.open(folder / "packages.tar.xz") as archive:
@@ -128,7 +127,7 @@ def unpack(folder: Path, there: Path) -> There:
         for name, place in libraries.items():
             thin.unpack(folder / f"{name}.xz", there / place)
         shutil.copytree(folder / "script", there / "script", dirs_exist_ok=True)
-        version = _said(sys.executable, "import torch; print(torch.__version__.partition('+')[0])")
+        version = _said(python, "import torch; print(torch.__version__.partition('+')[0])")
         if not (extension := there / f"torch-{version}").exists():
             found = ", ".join(sorted(path.name for path in there.glob("torch-*")))
             raise ValueError(f"torch is {version}, and {folder} has an extension for {found}; make it with that torch")

@@ -78,6 +78,9 @@ def test_the_folder_unpacks_with_the_extension_of_this_torch(tmp_path, monkeypat
 
     monkeypatch.setattr(travel, "_pip", pip)
     monkeypatch.setattr(thin, "thinned", lambda data, architecture: data)
+    with pytest.raises(subprocess.CalledProcessError):  # these libraries do not load
+        travel.make(tmp_path / "text", script, [sys.executable])
+    monkeypatch.setattr(travel, "_load", lambda folder, python: None)
     travel.make(tmp_path / "made", script, [sys.executable])
     there = travel.unpack(tmp_path / "made", tmp_path / "there")
     assert there == travel.unpack(tmp_path / "made", tmp_path / "there")

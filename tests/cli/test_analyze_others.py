@@ -19,8 +19,9 @@ from tests.cli.analyses import JOB, N, analyse, setup
 
 
 def test_fewer_layers_on_the_last_stage(tmp_path, data):
-    words = f"{JOB} --num-layers 8 --pipeline-model-parallel-size 2 --vocab-size 16384"
-    words += f" --wlb-micro-batches 8 --data-path {data}"
+    # Layers of so many microseconds that launches do not matter.
+    words = f"{JOB} --num-layers 8 --hidden-size 4096 --ffn-hidden-size 16384 --pipeline-model-parallel-size 2"
+    words += f" --vocab-size 131072 --wlb-micro-batches 8 --data-path {data}"
 
     def layouts_of(found):
         return [each for each in found["other_flags"] if "layout" in each["flag"]]

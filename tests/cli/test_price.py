@@ -53,7 +53,8 @@ ZOO = {
         "gb200", _layout(1, 4, 64, 256, 8, _V3, _ON_GRACE, _SELECTIVE, "mlp", _EVERY_FOUR), "Close", ["CUDA graphs"],
     ),
     "run_deepseek_v3_gb300.sh": (
-        "gb300", _layout(1, 4, 32, 128, 8, _V3, _ON_GRACE, _SELECTIVE, "mlp", _EVERY_FOUR), "Close", ["CUDA graphs"],
+        "gb300", _layout(1, 4, 32, 128, 8, _V3, _ON_GRACE, _SELECTIVE, "mlp", _EVERY_FOUR),
+        "Do not use it", ["CUDA graphs"],
     ),
     "run_deepseek_v3_h100.sh": (
         "h100",

@@ -196,8 +196,7 @@ def _errors_of(error: Any, what: str = "") -> Iterator[str]:
 
 PARTS = {
     "attention": ("attention",),
-    "linear layers": ("linear", "vocabulary"),
-    "launches": ("launches",),
+    "linear layers and launches": ("linear", "vocabulary", "launches"),
     "tensor parallelism": ("tensor",),
     "gradients and optimizer": ("gradients", "optimizer", "parameters"),
     "exchange of K and V": TIME_SHARES["exchange"],
