@@ -66,10 +66,12 @@ def setup(*words):
     return Setup(run(*words))
 
 
-def report(setup, speedup, *, error=0.001, **values):
+def report(setup, speedup, *, error=0.001, waiting=0.1, **values):
     """A report of little more than a speed-up."""
-    thd, ours = SimpleNamespace(us_per_token=speedup), SimpleNamespace(us_per_token=1.0)
-    values = {"prices": [], "balance": speedup, "readings": [], "single_windows": 1.0} | values
+    parts = {"imbalance": waiting, "ep_wait": 0.0, "dp_wait": 0.0}
+    thd = SimpleNamespace(us_per_token=speedup, parts_ms=parts, step_ms=1.0)
+    ours = SimpleNamespace(us_per_token=1.0)
+    values = {"prices": [], "balance": speedup, "readings": [], "best_size": 1.0} | values
     speedups = Schemes(Ratio(1.0, 0.0), Ratio(1.0, 0.0), Ratio(speedup, error))
     return Report(
         *(setup, None, None, None, Schemes(thd, thd, ours), speedups),

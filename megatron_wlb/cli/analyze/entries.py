@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb import __version__
-from megatron_wlb.cli.analyze.report import Faster, Layout, Measured, Ratio, Report
+from megatron_wlb.cli.analyze.report import Faster, Layout, Measured, Ratio, Report, sources
 from megatron_wlb.cli.analyze.setup import WARM_UP, Setup
 from megatron_wlb.describe.alternatives import gib
 from megatron_wlb.hardware.network import NETWORKS
@@ -16,7 +16,7 @@ from megatron_wlb.hardware.profile import profile_file
 from megatron_wlb.settings import flag_with_value
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 13
+VERSION = 14
 
 
 def entries(report: Report) -> dict[str, Any]:
@@ -39,7 +39,8 @@ def entries(report: Report) -> dict[str, Any]:
         "steps": {"warm_up": WARM_UP} | report.steps._asdict(),
         "profile": origin_of(setup),
         "published": report.published._asdict(),
-        "single_windows": report.single_windows,
+        "best_size": report.best_size,
+        "sources": sources(report.schemes),
         "balance": report.balance,
         "prices": [each._asdict() for each in report.prices],
         "readings": [each._asdict() for each in report.readings],
@@ -66,6 +67,7 @@ def _scheme(measured: Measured, speedup: Ratio) -> dict[str, Any]:
     return {
         "packing": job.packing.name,
         "num_micro_batches": measured.scheme.num_micro_batches,
+        "micro_batch_size": measured.scheme.micro_batch_size,
         "cp_sharding": job.sharding.cp_sharding if job.parallel.cp > 1 else None,
         "step_ms": measured.step_ms,
         "us_per_token": measured.us_per_token,

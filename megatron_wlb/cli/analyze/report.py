@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 
 from megatron_wlb.cli.analyze.lengths import Documents, documents_of
 from megatron_wlb.cli.analyze.setup import Scheme, Schemes, Setup
+from megatron_wlb.cli.common import Advance, Begin
 from megatron_wlb.describe.alternatives import layout_flags
 from megatron_wlb.describe.price import SIMULATED, Price, prices
 from megatron_wlb.hardware.profile import Profile, generations, gpu_of, load_profile
@@ -19,7 +19,7 @@ from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import ALIKE
 from megatron_wlb.simulate.published import Errors, errors_like
-from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances
+from megatron_wlb.simulate.step import TIME_SHARES, SimulatedStep, breakdown, imbalances
 
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
@@ -29,15 +29,23 @@ OTHER_SIMULATED = 24
 MOST_LAYOUTS = 3
 """Layouts that are shown, the fastest."""
 CLOSE = 0.02
-"""Gain or loss up to which neither way is advised, and a delay is not mentioned."""
+"""Gain or loss up to which a delay, or what a flag of Megatron's brings, is not mentioned."""
 READING_STEPS = 8
 """Steps that tell a speed-up under other assumptions."""
+HALF_THE_NETWORK = "half the bandwidth between nodes"
 KERNELS_OF = "kernels of "
 """How readings by other profiles of the same device begin."""
 ATTENTION_TAKES = "attention takes "
 """How readings begin in which attention alone is as far off as predicted steps like the run's are (p90)."""
 
-Advance = Callable[[int], None]
+
+SOURCES = {
+    "balance": TIME_SHARES["waiting"],
+    "exchange": TIME_SHARES["exchange"],
+    "pipeline": TIME_SHARES["bubble"],
+    "micro-batches": TIME_SHARES["busy"],
+}
+"""Where a gain comes from, and the fields of `Breakdown` that it saves; other micro-batches compute at other rates."""
 
 
 class Steps(NamedTuple):
@@ -121,6 +129,10 @@ class Measured:
             return self
         return replace(self, counted=self.work.sum() * apart.tokens.sum() / apart.work.sum())
 
+    def us_of(self, *parts: str) -> float:
+        """Return the time per token that fields of `Breakdown` take."""
+        return self.us_per_token / self.step_ms * sum(self.parts_ms[part] for part in parts)
+
     def typical(self) -> int:
         """Return the step whose time per token is nearest to the mean."""
         return int(np.abs(self.us / self.tokens - self.us.sum() / self.tokens.sum()).argmin())
@@ -164,10 +176,11 @@ class Report(NamedTuple):
     """Of steps like the run's."""
     steps: Steps
     schemes: Schemes[Measured]
+    """Megatron, documents apart, is at its best `--micro-batch-size`."""
     speedups: Schemes[Ratio]
     """Over Megatron, documents apart."""
-    single_windows: float
-    """Speed-up of Megatron, documents apart, by --micro-batch-size 1."""
+    best_size: float
+    """Speed-up of Megatron, documents apart, by that size over the run's."""
     balance: float
     """Speed-up by --wlb where both sides lack the features that it switches off."""
     prices: list[Price]
@@ -195,11 +208,17 @@ def steps_of(job: Job) -> Steps:
     return Steps(packed // simulated * simulated or simulated, simulated)
 
 
-def analyse(setup: Setup, steps: Steps, advance: Advance) -> Report:
-    """Simulate all schemes; calls `advance` for every step."""
-    schemes = compared(setup.schemes, steps, advance)
+def analyse(setup: Setup, steps: Steps, begin: Begin) -> Report:
+    """Simulate all schemes; tells `begin` what it does."""
+    few = min(steps.simulated, READING_STEPS)
+    begin("Megatron's micro-batch sizes")
+    thd, best_size = at_its_best(setup, Steps(few, few))
+    plain, ours = setup.without_wlb(crosses=True), setup.with_wlb(setup.job)
+    advance = begin("simulating steps", len(Schemes._fields) * steps.packed)
+    schemes = compared(Schemes(plain, thd, ours), steps, advance)
     speedups = Schemes(*(speedup(each, schemes.thd) for each in schemes))
     others = Others(setup, schemes, speedups.ours, steps.packed // steps.simulated)
+    begin("other layouts and flags")
     balance, found = others.prices()
     published = errors_like(setup.job)
     return Report(
@@ -209,10 +228,10 @@ def analyse(setup: Setup, steps: Steps, advance: Advance) -> Report:
         steps=steps,
         schemes=schemes,
         speedups=speedups,
-        single_windows=others.single_windows(),
+        best_size=best_size,
         balance=balance,
         prices=found,
-        readings=readings(schemes, published.p90, min(steps.simulated, READING_STEPS)),
+        readings=readings(schemes, published.p90, few),
         layouts=others.layouts(),
         recompute=others.recompute(),
         delay=others.delay(),
@@ -229,20 +248,13 @@ class Others(NamedTuple):
     """The speed-up of --wlb."""
     stride: int
 
-    def single_windows(self) -> float:
-        """Return the speed-up of Megatron, documents apart, by --micro-batch-size 1."""
-        scheme = self.setup.schemes.thd
-        if scheme.micro_batch_size == 1:
-            return 1.0
-        return speedup(self._measure(scheme._replace(micro_batch_size=1)), self.schemes.thd).value
-
     def prices(self) -> tuple[float, list[Price]]:
         """Return what --wlb brings where both sides lack the features that it switches off, and their prices."""
-        job, thd = self.setup.job, self.setup.schemes.thd
+        job, thd = self.setup.job, self.schemes.thd.scheme
         found = prices(job, self.setup.run.arguments, lambda of: float(self._measure(thd._replace(job=of)).us.mean()))
         if not any(each.source == SIMULATED for each in found):
             return self.of_ours.value, found
-        bare = self._measure(thd._replace(job=without_wlb(job), micro_batch_size=1))
+        bare = self._measure(thd._replace(job=without_wlb(job)))
         return speedup(self.schemes.ours, bare).value, found
 
     def layouts(self) -> list[Layout]:
@@ -285,6 +297,30 @@ class Others(NamedTuple):
         return measure(scheme, Steps(self.stride * simulated, simulated)).at_work_of(self.schemes.thd)
 
 
+def at_its_best(setup: Setup, steps: Steps) -> tuple[Scheme, float]:
+    """Return Megatron, documents apart, at its best micro-batch size, and its speed-up over the run's size.
+
+    A size is left once the next smaller or larger one is not clearly faster.
+    """
+    own, others = setup.without_wlb(), setup.other_sizes()
+    if not any(others):
+        return own, 1.0
+    best = of_own = measure(own, steps)
+    for schemes in others:
+        for scheme in schemes:
+            found = measure(scheme, steps)
+            if found.us_per_token * (1 + ALIKE) > best.us_per_token:
+                break
+            best = found
+    return best.scheme, of_own.us_per_token / best.us_per_token
+
+
+def sources(schemes: Schemes[Measured]) -> dict[str, float]:
+    """Return the percentages of speed that --wlb gains over Megatron by `SOURCES`; they sum to its whole gain."""
+    saved = {name: schemes.thd.us_of(*of) - schemes.ours.us_of(*of) for name, of in SOURCES.items()}
+    return {name: 100 * us / schemes.ours.us_per_token for name, us in saved.items()}
+
+
 def readings(schemes: Schemes[Measured], error: float | None, steps: int) -> list[Reading]:
     """Return --wlb's speed-up over Megatron's schemes under other assumptions, by the same few steps.
 
@@ -292,7 +328,7 @@ def readings(schemes: Schemes[Measured], error: float | None, steps: int) -> lis
     """
     profile = schemes.ours.scheme.job.profile
     slower = replace(profile.network, link_gb_per_s=profile.network.link_gb_per_s / 2)
-    changed = {"half the bandwidth between nodes": replace(profile, network=slower)}
+    changed = {HALF_THE_NETWORK: replace(profile, network=slower)}
     names = generations(gpu_of(profile.device or ""))
     if profile.name in names:
         changed |= {f"{KERNELS_OF}{name}": load_profile(name) for name in names if name != profile.name}

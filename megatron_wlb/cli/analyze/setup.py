@@ -224,15 +224,26 @@ class Setup:
             found[f"--pipeline-model-parallel-layout {quote(layout)}"] = relieved
         return found
 
-    @cached_property
-    def schemes(self) -> Schemes[Scheme]:
-        """The ways to train the data that are compared."""
-        return Schemes(self.without_wlb(crosses=True), self.without_wlb(), self.with_wlb(self.job))
-
     @property
     def of_run(self) -> Scheme:
         """The run as it is, without --wlb."""
-        return self.schemes.thd if self.masks_documents else self.schemes.plain
+        return self.without_wlb(crosses=not self.masks_documents)
+
+    def other_sizes(self) -> tuple[list[Scheme], list[Scheme]]:
+        """Return Megatron, documents apart, with smaller micro-batches than the run's, then with larger that fit.
+
+        Each list begins with the size that is nearest to the run's. Larger ones are left out if memory is not known.
+        """
+        own, job = self.without_wlb(), self.job
+        windows, stages = job.global_batch_size // job.parallel.dp, job.parallel.pp
+        sizes = [1 << i for i in range(windows.bit_length()) if windows % (1 << i) == 0]
+        if job.parallel.vpp > 1:  # upstream interleaves groups of as many as stages
+            sizes = [size for size in sizes if windows // size % stages == 0]
+        schemes = [own._replace(micro_batch_size=size) for size in sizes]
+        smaller = [each for each in schemes if each.micro_batch_size < own.micro_batch_size]
+        budget = self.run.budget or 0.0
+        larger = [each for each in schemes if each.micro_batch_size > own.micro_batch_size]
+        return smaller[::-1], [each for each in larger if each.activation_bytes() <= budget]
 
     def with_wlb(self, job: Job) -> Scheme:
         return Scheme(job, self.samples)
@@ -257,8 +268,10 @@ class Setup:
         if str(run.packing) != DEFAULT_POLICY:
             flags.append(flag_with_value("packing", run.packing))
         for each in (run.sharding, run.settings, run.run_settings):
-            values = ((f, getattr(each, f.name)) for f in fields(each))  # type: ignore[arg-type]
-            flags += [flag_with_value(f.name, value) for f, value in values if value != f.default]
+            values = {f: getattr(each, f.name) for f in fields(each)}  # type: ignore[arg-type]
+            if not run.trains_mock_data:  # training refuses their lengths without
+                values = {f: value for f, value in values.items() if f.name != "mock_lengths"}
+            flags += [flag_with_value(f.name, value) for f, value in values.items() if value != f.default]
         return " ".join(flags)
 
     def pins(self) -> str:

@@ -10,7 +10,17 @@ import numpy as np
 from megatron_wlb import __version__
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.entries import origin_of
-from megatron_wlb.cli.analyze.report import ATTENTION_TAKES, CLOSE, KERNELS_OF, Faster, Measured, Ratio, Report
+from megatron_wlb.cli.analyze.report import (
+    ATTENTION_TAKES,
+    CLOSE,
+    HALF_THE_NETWORK,
+    KERNELS_OF,
+    Faster,
+    Measured,
+    Ratio,
+    Report,
+    sources,
+)
 from megatron_wlb.cli.analyze.setup import WARM_UP, Schemes
 from megatron_wlb.cli.common import render
 from megatron_wlb.describe.alternatives import WORTH, gib
@@ -22,6 +32,10 @@ TITLES = Schemes("Megatron", "Megatron, documents apart", "--wlb")
 SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
 SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
 """Titles of the rows to read first."""
+CLEAR = 0.05
+"""Gain from which --wlb is advised: that of a long run can be off by as much."""
+NOTHING = 0.5
+"""Percentage of a step below which Megatron's GPUs do not wait for each other."""
 MOST_FACTS = 6
 """Sentences that are shown first."""
 
@@ -87,62 +101,108 @@ def percent(numbers: Measured, *parts: str) -> float:
 
 
 def gain(report: Report) -> float:
-    """Return --wlb's net gain over Megatron, documents apart, as a share of the speed; 0 if not certain.
-
-    Of Megatron with --micro-batch-size 1 where that is faster, which nothing keeps a run from.
-    """
+    """Return --wlb's net gain over Megatron at its best, as a share of the speed; 0 if not certain."""
     ours = report.speedups.ours
-    brings = ours.value / _alone(report) - 1
+    brings = ours.value - 1
     return brings if abs(brings) > max(0.005, 2 * ours.error) else 0.0
-
-
-def _alone(report: Report) -> float:
-    """Return how much faster Megatron alone may be than simulated, by single windows."""
-    return max(1.0, report.single_windows)
 
 
 def verdict(report: Report) -> tuple[str, str]:
     """Return what to do, by the net gain, in words, and "gain", "close" or "loss"."""
-    if gain(report) > CLOSE and _least_and_most(report, thd=True)[0] > _alone(report):
-        return "Use it", "gain"
     setup = report.setup
-    several = setup.run.budget is None and setup.schemes.thd.micro_batch_size > 1  # of which training may make one
-    return ("Do not use it", "loss") if gain(report) < 0 and not several else ("Close", "close")
+    several = setup.run.budget is None and setup.of_run.micro_batch_size > 1  # of which training may make one
+    if gain(report) < 0 and not several:
+        return "Do not use it", "loss"
+    if percent(report.schemes.thd, *TIME_SHARES["waiting"]) < NOTHING:
+        return "Nothing to balance", "close"
+    if gain(report) >= CLEAR and _least_and_most(report, thd=True)[0] > 1:
+        return "Use it", "gain"
+    return "No clear gain", "close"
 
 
 def priced(report: Report) -> str:
     """Return what balance brings, what it costs and what is left, in words; "" if nothing is lost."""
     if not report.prices:
         return ""
-    return in_words_of_prices(report.balance, report.speedups.ours.value / _alone(report), report.prices)
+    return in_words_of_prices(report.balance, report.speedups.ours.value, report.prices)
 
 
-def headline(report: Report) -> tuple[str, str]:
-    left_out = ", ".join(report.setup.run.judged.left_out)
-    predicted = f"An estimate without {left_out}" if left_out else "Predicted"
-    across, apart, ours = (each.us_per_token for each in report.schemes)
-
-    def times(base: float, thd: bool) -> str:
-        least, most = (f"{each:.2f}" for each in _least_and_most(report, (KERNELS_OF, ATTENTION_TAKES), thd=thd))
-        given = f" ({least} to {most} by kernels and their error)" * (least != most)
-        return f"{base / ours:.2f} times{given}"
-
-    first = f"{verdict(report)[0]}. {predicted}: {times(apart, thd=True)} as many tokens a second as {TITLES.thd}."
-    if not report.published.rows:
-        first += f" The error is not known: no step of {report.published.kind} is published that was predicted."
-    if (single := report.single_windows) > 1 + CLOSE:
-        first += f" --micro-batch-size 1 alone brings Megatron {single:.2f} of it."
+def sentences(report: Report) -> list[str]:
+    """Return the lines that come first: the number, where it comes from, by what it could be wrong, and the rest."""
+    size = report.schemes.thd.scheme.micro_batch_size
+    first = (
+        f"{verdict(report)[0]}. {_predicted(report)}: {report.speedups.ours.value:.2f} times as many tokens per second "
+        f"as Megatron at its best (attention inside documents, --micro-batch-size {size})."
+    )
     if prices := priced(report):
         first += f" {prices}"
-    waits, instead = idle(report.schemes.ours), idle(report.schemes.thd)
-    rest = f"{_tokens(report)} GPUs idle {waits:.0f} % of a step instead of {instead:.0f} %."
+    rest = [_tokens(report), *_idle(report), *_across(report)]
+    if report.best_size > 1 + CLOSE:
+        own = report.setup.run.arguments.micro_batch_size
+        rest.insert(
+            0, f"--micro-batch-size {size} alone makes Megatron {report.best_size:.2f} times as fast as {own} does."
+        )
+    return [line for line in (first, _sources(report), _doubts(report), " ".join(rest)) if line]
+
+
+def _predicted(report: Report) -> str:
+    """Return what the number is, and what it stands on that the run does not say."""
+    run, profile = report.setup.run, report.setup.job.profile
+    left_out = ", ".join(run.judged.left_out)
+    words = f"An estimate without {left_out}" if left_out else "Predicted"
+    if run.assumes_device:
+        words += f" for an assumed {profile.device or profile.name}"
+    if run.launched.is_log and run.launched.stated.get("distributed_backend") == "gloo":
+        words += ", from the log of a run on CPUs (gloo)"
+    if run.arguments.mock_data:
+        words += ", on mock data"
+    return words
+
+
+def _sources(report: Report) -> str:
+    """Return where the gain or loss comes from, the largest part first; "" for none."""
+    if not (whole := gain(report)):
+        return ""
+    found = sources(report.schemes)
+    shown = sorted((name for name in found if abs(found[name]) >= 0.5), key=lambda name: -abs(found[name]))
+    text = f"Where it comes from: {', '.join(f'{name} {found[name]:+.0f} %' for name in shown)}."
+    if found["exchange"] > 50 * whole > 0:
+        text += " Most of it is the exchange of Megatron's ring, not balance, and no run has confirmed it."
+    return text
+
+
+def _doubts(report: Report) -> str:
+    """Return by how much the number could be wrong: kernels, network, published steps like the run's."""
+    least, most = (f"{each:.2f}" for each in _least_and_most(report, (KERNELS_OF, ATTENTION_TAKES), thd=True))
+    kernels = least if least == most else f"{least} to {most}"
+    (of_network,) = (each.thd for each in report.readings if each.what == HALF_THE_NETWORK)
+    kind, count, median, p90 = report.published
+    if median is None or p90 is None:
+        alike = f"The error is not known: no step of {kind} is published that was predicted."
+    else:
+        errors = f"{100 * median:.0f} % (median) and {100 * p90:.0f} % (p90)"
+        alike = f"Predicted times of {count} published steps of {kind} are off by {errors}."
+    return (
+        f"How it could be wrong: {kernels} by kernels and their error, {of_network:.2f} with half the bandwidth "
+        f"between nodes. {alike} No run on several GPUs has confirmed a gain."
+    )
+
+
+def _idle(report: Report) -> Iterator[str]:
+    yield f"GPUs idle {idle(report.schemes.ours):.0f} % of a step instead of {idle(report.schemes.thd):.0f} %."
+
+
+def _across(report: Report) -> Iterator[str]:
+    """Yield the speed-up over Megatron with attention across documents."""
+    across, apart, ours = (each.us_per_token for each in report.schemes)
     if not report.setup.masks_documents:
         run = "without --wlb" if report.setup.run.launched.stated.get("wlb") else "as it is"
-        over = f"Over the run {run}, whose attention crosses documents: {times(across, thd=False)}"
-        rest = f"{over}; masking documents alone, which Megatron can do, too, brings {across / apart:.2f}. {rest}"
+        yield (
+            f"Over the run {run}, whose attention crosses documents: {across / ours:.2f} times. Attention inside "
+            f"documents alone, which Megatron can do, too, brings {across / apart:.2f}."
+        )
     if across * (1 + CLOSE) < ours:
-        rest += " A run that can train across documents is better off without --wlb."
-    return first, rest
+        yield "A run that can train across documents is better off without --wlb."
 
 
 def _tokens(report: Report) -> str:
@@ -207,22 +267,22 @@ PARTS = {
 
 def parts(scheme: Measured) -> dict[str, float]:
     """Return seconds per million tokens by `PARTS`."""
-    each = scheme.us_per_token / scheme.step_ms
-    return {title: each * sum(scheme.parts_ms[name] for name in names) for title, names in PARTS.items()}
+    return {title: scheme.us_of(*names) for title, names in PARTS.items()}
 
 
 def in_words(report: Report) -> dict[str, Any]:
     """Return the report as terminal and page show it; the first `MOST_FACTS` facts matter most."""
-    setup, every, (first, rest) = report.setup, rows(report), headline(report)
+    setup, every, (first, *rest) = report.setup, rows(report), sentences(report)
     judged, launched = setup.run.judged, setup.run.launched
     flags = {"Add to the command": setup.flags(), "To pin what auto chose": setup.pins()}
     flags["Take out"] = " ".join(judged.refused)
+    advised = gain(report) > 0 and not judged.stops
     run = launched.source if launched.is_log else "flags and command as given"
     data = ", ".join(setup.data.prefixes)
     return {
         "tone": verdict(report)[1],
         "first": first,
-        "headline": f"{first} {rest}",
+        "headline": " ".join([first, *rest]),
         "rest": rest,
         "warnings": judged.remarks + setup.data.remarks,
         "faster": list(_faster(report)),
@@ -230,7 +290,7 @@ def in_words(report: Report) -> dict[str, Any]:
         "source": f"{run}; data: {data}; {datetime.date.today().isoformat()}, megatron_wlb {__version__}",
         "rows": every,
         "short": [row for row in every if row[0] in ("", *SHORT)],
-        "flags": [(title, text) for title, text in flags.items() if text and gain(report) > 0],
+        "flags": [(title, text) for title, text in flags.items() if text and advised],
         "facts": facts(report),
     }
 
@@ -270,9 +330,11 @@ def show(words: dict[str, Any], console: Any, *, verdict_only: bool) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)
 
-    say(words["first" if verdict_only else "headline"], "bold")
+    say(words["first"], "bold")
     if verdict_only:
         return
+    for sentence in words["rest"]:
+        say(sentence)
     for warning in words["warnings"]:
         say(f"! {warning}")
     for sentence in words["faster"]:

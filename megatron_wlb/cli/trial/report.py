@@ -214,7 +214,7 @@ def predicted_ratio(args: argparse.Namespace, device: str) -> float:
         )
     setup = Setup(run_of(args))
     count = min(OTHER_SIMULATED, steps_of(setup.job).simulated)
-    run, ours = (measure(scheme, Steps(count, count)) for scheme in (setup.of_run, setup.schemes.ours))
+    run, ours = (measure(scheme, Steps(count, count)) for scheme in (setup.of_run, setup.with_wlb(setup.job)))
     return run.us_per_token / ours.us_per_token
 
 
