@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_wlb import files
 
@@ -60,16 +60,37 @@ def write_json(file: Any, entry: dict[str, Any]) -> None:
         file.write(json.dumps(entry, indent=1) + "\n")
 
 
+Advance = Callable[[int], None]
+
+
+class Begin(Protocol):
+    """Begins a stage of some work; `total` is None if its end is not known. Returns what advances it."""
+
+    def __call__(self, text: str, total: int | None = None) -> Advance: ...
+
+
 @contextmanager
-def progress(total: int, output: str | None, text: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a bar, shown with rich on a free terminal."""
+def stages(output: str | None) -> Iterator[Begin]:
+    """Yield a function that begins a stage, with a bar that rich shows on a free terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
     shown = sys.stderr.isatty() and not (output == "-" and sys.stdout.isatty())
     with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
-        task = bar.add_task(text, total=total)
-        yield lambda amount: bar.advance(task, amount)
+        task = bar.add_task("", total=None)
+
+        def begin(text: str, total: int | None = None) -> Advance:
+            bar.reset(task, description=text, total=total)
+            return lambda amount: bar.advance(task, amount)
+
+        yield begin
+
+
+@contextmanager
+def progress(total: int, output: str | None, text: str) -> Iterator[Advance]:
+    """Yield a function that advances a bar."""
+    with stages(output) as begin:
+        yield begin(text, total)
 
 
 def console(*outputs: str | None, **options: Any) -> Any:

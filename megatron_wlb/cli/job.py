@@ -64,6 +64,10 @@ class Run(Description):
     """Sentences on what was assumed."""
     misfit: str
     """How the run's device or precision is not of the profile, or "" if it is."""
+    assumes_device: bool
+    """Nothing names the device."""
+    trains_mock_data: bool
+    """Whether the run itself trains mock data, whatever data it is analysed with."""
 
     def budget_bytes(self, job: Job) -> float | None:
         """Return what GPUs of the profile have left for activations in a job's layout; None: it cannot tell."""
@@ -115,6 +119,7 @@ def run_of(args: argparse.Namespace) -> Run:
         launched = read_command(args.launched, typed.get("world_size"))
     vars(args).update(wlb_values(launched._replace(wlb=[*launched.wlb, *given.wlb])))
     run = launched.stated
+    trains_mock_data = bool((typed if launched.source == "flags" else run).get("mock_data"))
     if typed.keys() & DATA:  # in the place of the run's, which may be given otherwise
         run = {name: value for name, value in run.items() if name not in DATA}
     launched = launched._replace(stated=run | typed)
@@ -152,6 +157,8 @@ def run_of(args: argparse.Namespace) -> Run:
         notes=notes,
         profile=profile,
         misfit=misfit,
+        assumes_device=args.wlb_profile is None and args.gpu is None,
+        trains_mock_data=trains_mock_data,
     )
 
 

@@ -37,6 +37,8 @@ class Judged(NamedTuple):
     """What an approximate estimate leaves out."""
     remarks: list[str]
     """Warnings: how the run differs from what the numbers are of."""
+    stops: bool
+    """Training with --wlb refuses the run, without the refused flags, too."""
 
 
 def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None, approximate: bool) -> Judged:
@@ -69,12 +71,14 @@ def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None
     given |= {"attention_dropout": 0} | ({"swiglu": True} if model else {})
     if launched.source == "flags":
         given["sequence_parallel"] = True  # as is assumed
-    remarks += [f"Training with --wlb refuses this run: {why}." for why in refusals(Namespace(**given))]
+    stops = list(refusals(Namespace(**given)))
+    remarks += [f"Training with --wlb refuses this run: {why}." for why in stops]
     return Judged(
         refused=list(map(flag_of, refused)),
         ignored=list(map(flag_of, ignored)),
         left_out=list(dict.fromkeys(left_out)),
         remarks=_attention(launched) + remarks,
+        stops=bool(stops),
     )
 
 

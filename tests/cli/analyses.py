@@ -4,11 +4,13 @@ import argparse
 import json
 import re
 import shlex
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cli.analyze.setup import Setup
+from megatron_wlb.cli.analyze.report import Ratio, Report
+from megatron_wlb.cli.analyze.setup import Schemes, Setup
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.job import Run, add_job_flags, run_of
 from megatron_wlb.cli.main import Parser, main
@@ -62,6 +64,20 @@ def described(*words):
 
 def setup(*words):
     return Setup(run(*words))
+
+
+def report(setup, speedup, *, error=0.001, waiting=0.1, **values):
+    """A report of little more than a speed-up."""
+    parts = {"imbalance": waiting, "ep_wait": 0.0, "dp_wait": 0.0}
+    thd = SimpleNamespace(us_per_token=speedup, parts_ms=parts, step_ms=1.0)
+    ours = SimpleNamespace(us_per_token=1.0)
+    values = {"prices": [], "balance": speedup, "readings": [], "best_size": 1.0} | values
+    speedups = Schemes(Ratio(1.0, 0.0), Ratio(1.0, 0.0), Ratio(speedup, error))
+    return Report(
+        *(setup, None, None, None, Schemes(thd, thd, ours), speedups),
+        **dict.fromkeys(("layouts", "recompute", "delay", "other_flags")),
+        **values,
+    )
 
 
 def analyse(tmp_path, *words):

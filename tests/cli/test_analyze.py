@@ -8,8 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from megatron_wlb.cli.analyze.report import Report, data_entries
-from megatron_wlb.cli.analyze.setup import Megatron, schemes
+from megatron_wlb.cli.analyze.lengths import documents_of
 from megatron_wlb.cli.analyze.table import verdict
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import profile_file
@@ -18,7 +17,7 @@ from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import simulate_step
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, LARGE, MODEL, RUN, C, N, analyse, setup
+from tests.cli.analyses import JOB, LARGE, MODEL, RUN, C, N, analyse, report, setup
 from tests.packing.steps import documents
 
 
@@ -55,7 +54,7 @@ def test_layers_of_several_kinds(data):
     """Windows are simulated, for Megatron by gathered keys; a hybrid model says where it needs little balance."""
     near = f"{LARGE} --num-gpus 8 --data-path {data} --split 1 --window-size 255,0 --window-attn-skip-freq 2"
     given = setup(near)
-    assert given.without_wlb("thd").cp_exchange == "all" and any("no sliding windows" in note for note in given.notes)
+    assert given.without_wlb().job.cp_exchange == "all" and any("no sliding windows" in note for note in given.notes)
     hybrid = setup(f"{LARGE} --num-gpus 8 --data-path {data} --split 1 --hybrid-layer-pattern M-*-|M-M-")
     assert hybrid.job.decoder_layers().ravel().tolist() == [4, 4]
     half = f"windows of {hybrid.job.crossover_tokens:,} tokens"
@@ -74,7 +73,7 @@ def test_the_same_tokens_by_hand(tmp_path, lengths, data, size):
     apart = [cut[N * i : N * (i + 1)] for i in range(200)]
     ways = {
         "plain": ([[[sum(window)] for window in step] for step in apart], size),
-        "thd": (apart, size),
+        "thd": (apart, found["schemes"]["thd"]["micro_batch_size"]),
         "ours": ([[each.tolist() for each in arranged(documents([*chain(*step)]), job).lengths] for step in apart], 1),
     }
     per_token = {}
@@ -94,21 +93,37 @@ def test_the_same_tokens_by_hand(tmp_path, lengths, data, size):
     assert found["schemes"]["ours"]["speedup"] == pytest.approx(per_token["thd"] / per_token["ours"])
 
 
-def test_what_micro_batches_of_one_window_bring_is_not_credited_to_wlb(tmp_path, capsys):
-    """A pipeline of two micro-batches of four windows waits; the gain over one of eight of a window is --wlb's own."""
+def test_what_another_micro_batch_size_brings_is_not_credited_to_wlb(tmp_path, capsys):
+    """A pipeline of two micro-batches of four windows waits; the gain is over the best size, whatever the run's is."""
     write_index(tmp_path / "short.idx", np.random.default_rng(0).integers(2, 300, 3000))
     model = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --swiglu"
     words = f"--steps 8 --wlb-micro-batches 64 {RUN} {model} --seq-length 1024 --global-batch-size 64"
     words += f" --pipeline-model-parallel-size 2 --split 1 --data-path {tmp_path / 'short.idx'}"
     four, one = (analyse(tmp_path, words, f"--micro-batch-size {size}") for size in (4, 1))
-    apart, single = (each["schemes"]["thd"] for each in (four, one))
-    assert four["single_windows"] == pytest.approx(apart["us_per_token"] / single["us_per_token"], rel=1e-3)
-    assert one["single_windows"] == 1.0 < 1.05 < four["single_windows"]
-    said = re.findall(r"^(Use it|Close|Do not use it)\. .*", capsys.readouterr().out, re.MULTILINE)
+    assert four["schemes"]["thd"] == one["schemes"]["thd"] and four["schemes"]["ours"] == one["schemes"]["ours"]
+    assert four["best_size"] > 1.05 and f"{four['best_size']:.2f} times as fast as 4 does" in four["headline"]
+    said = re.findall(r"^(Use it|No clear gain|Do not use it)\. .*", capsys.readouterr().out, re.MULTILINE)
     assert len(said) == 2 and said[0] == said[1]
-    assert apart["num_micro_batches"] == 16 and single["num_micro_batches"] == 64
+    four, one = (each["schemes"]["plain"] for each in (four, one))
+    assert (four["num_micro_batches"], one["num_micro_batches"]) == (16, 64)
     # The first stage has two micro-batches in flight: of four windows each, or of one.
-    assert apart["activation_gib"] == pytest.approx(4 * single["activation_gib"], rel=1e-3)
+    assert four["activation_gib"] == pytest.approx(4 * one["activation_gib"], rel=1e-3)
+
+
+def test_sizes_of_micro_batches_that_are_tried(data):
+    """Those that divide the windows of a rank, fit memory, and are groups that upstream interleaves."""
+
+    def tried(*words):
+        smaller, larger = setup(f"{JOB} --wlb-micro-batches 16 --data-path {data}", *words).other_sizes()
+        return [[each.micro_batch_size for each in schemes] for schemes in (smaller, larger)]
+
+    assert tried("--global-batch-size 16 --micro-batch-size 4") == [[2, 1], [8, 16]]
+    assert tried("--global-batch-size 24 --micro-batch-size 2 --wlb-micro-batches 24") == [[1], [4, 8]]
+    assert tried("--global-batch-size 16 --optimizer sgd --micro-batch-size 4") == [[2, 1], []]
+    stages = "--global-batch-size 16 --pipeline-model-parallel-size 2 --num-layers 4"
+    assert tried(stages, "--num-virtual-stages-per-pipeline-rank 2") == [[], [2, 4, 8]]
+    enough = setup(f"{JOB} --wlb-micro-batches 16 --global-batch-size 16 --data-path {data}").other_sizes()[1][0]
+    assert tried("--global-batch-size 16", f"--wlb-memory-budget {1.01 * enough.activation_bytes() / 2**30}")[1] == [2]
 
 
 def test_a_delay_has_its_time_at_the_work_of_the_steps_of_megatron(tmp_path, lengths, data):
@@ -129,13 +144,15 @@ def test_a_delay_has_its_time_at_the_work_of_the_steps_of_megatron(tmp_path, len
 
 def test_rows_of_conversations_take_megatron_the_time_of_full_windows(data):
     """The last conversation of a row has the padding, as in upstream."""
-    job = setup(JOB, "--wlb-micro-batches 4 --data-path", data).without_wlb("thd")
+    thd = setup(JOB, "--wlb-micro-batches 4 --data-path", data).without_wlb()
+    job = thd.job
     rows = [[100, 200], [C], [70], [C - 7, 3]]
     batch = PackedBatch(documents=documents([*chain(*rows)]), bounds=np.array([0, 2, 3, 4, 6]))
-    times = {name: Megatron(name, padded=True).simulate(job, batch).time for name in ("plain", "thd")}
-    assert times["thd"] == pytest.approx(step_us(job, [[100, C - 100], [C], [C], [C - 7, 7]]))
-    assert times["plain"] == pytest.approx(step_us(job, [[C]] * 4))
-    assert times["thd"] > Megatron("thd").simulate(job, batch).time == pytest.approx(step_us(job, rows))
+    padded = thd._replace(padded=True)
+    plain, time = (scheme.simulate(batch).time for scheme in (padded._replace(crosses=True), padded))
+    assert time == pytest.approx(step_us(job, [[100, C - 100], [C], [C], [C - 7, 7]]))
+    assert plain == pytest.approx(step_us(job, [[C]] * 4))
+    assert time > thd.simulate(batch).time == pytest.approx(step_us(job, rows))
 
 
 def test_flags_to_add_are_those_that_were_given(data):
@@ -157,7 +174,7 @@ def test_flags_to_add_are_those_that_were_given(data):
 def test_nothing_to_gain(tmp_path, capsys):
     """Documents of a full window each: all schemes are the same."""
     write_index(tmp_path / "full.idx", np.full(300, C))
-    words = f"{JOB} --wlb-micro-batches 4 --steps 4 --num-gpus 2 --data-path {tmp_path}/full.idx"
+    words = f"{JOB} --wlb-micro-batches 4 --steps 4 --num-gpus 2 --optimizer sgd --data-path {tmp_path}/full.idx"
     found = analyse(tmp_path, words)
     for numbers in found["schemes"].values():
         assert numbers["speedup"] == pytest.approx(1)
@@ -178,16 +195,9 @@ def test_several_windows_are_tried_as_training_does(tmp_path):
     assert found.job == setup(f"--wlb-memory-budget {found.run.budget / 2**30!r}", *run).job
     assert found.job.num_micro_batches < 64 and f"--wlb-micro-batches {found.job.num_micro_batches}" in found.pins()
     unknown = setup(*run, "--optimizer sgd")
-    assert unknown.job.num_micro_batches >= 64 and unknown.megatron.micro_batch_size == 4
-    loss = {"us_per_token": 1.0, "speedup": 0.5, "speedup_error": 0.0}
-    numbers = {
-        "schemes": {"ours": loss | {"us_per_token": 2.0}, "thd": loss},
-        "readings": [],
-        "single_windows": 1.0,
-        "prices": [],
-    }
-    assert verdict(Report(unknown, numbers, {})) == ("Close", "close")
-    assert verdict(Report(found, numbers, {})) == ("Do not use it", "loss")
+    assert unknown.job.num_micro_batches >= 64 and unknown.of_run.micro_batch_size == 4
+    assert verdict(report(unknown, 0.5)) == ("No clear gain", "close")
+    assert verdict(report(found, 0.5)) == ("Do not use it", "loss")
 
 
 def test_overlapped_communication_counts_in_all_columns(tmp_path, long):
@@ -217,10 +227,10 @@ def test_what_a_profile_was_measured_with_is_said(tmp_path, data):
 def test_masks_of_upstream_that_do_not_hold_are_named(long):
     masked = f"{RUN} {LARGE} {long} --dataloader-inter-document-masking"
     found = setup(masked)
-    assert found.megatron.name == "thd"
+    assert found.masks_documents
     assert "tokens attend to other documents, and not to all of their own" in " ".join(found.run.judged.remarks)
     alone = setup(masked.replace("--context-parallel-size 2", "--context-parallel-size 1"))
-    assert alone.megatron.name == "thd" and "other documents" not in " ".join(alone.run.judged.remarks)
+    assert alone.masks_documents and "other documents" not in " ".join(alone.run.judged.remarks)
 
 
 @pytest.mark.parametrize(
@@ -234,16 +244,17 @@ def test_masks_of_upstream_that_do_not_hold_are_named(long):
 def test_megatron_interleaves_in_groups_of_its_own(windows, flag, megatron, ours, data):
     line = f"--model llama2-7b --seq-length 4096 --global-batch-size {windows} --pipeline-model-parallel-size 4"
     line += f" --num-virtual-stages-per-pipeline-rank 2 --wlb-micro-batches {windows} {flag} --split 1"
-    groups = {name: job.schedule().group for name, job in schemes(setup(line, "--data-path", data)).items()}
-    assert groups == {"plain": megatron, "thd": megatron, "ours": ours}
+    found = setup(line, "--data-path", data)
+    alone = [found.without_wlb(crosses=crosses).job.schedule().group for crosses in (True, False)]
+    assert (*alone, found.job.schedule().group) == (megatron, megatron, ours)
 
 
 def test_shares_of_work_by_hand(data, lengths):
     """Documents over the window count window by window."""
     given = setup(JOB, "--wlb-micro-batches 4 --data-path", data)
-    found, crossover = data_entries(given), given.job.crossover_tokens
-    shares = found["shares"]
-    assert (found["documents"], found["tokens"]) == (len(lengths), lengths.sum())
+    found, crossover = documents_of(given), given.job.crossover_tokens
+    shares = found.shares
+    assert (found.documents, found.tokens) == (len(lengths), lengths.sum())
     work = [d * crossover + (d // C) * C * C + (d % C) ** 2 for d in lengths.tolist()]
     for name, weights in (("documents", [1] * len(work)), ("tokens", lengths.tolist()), ("work", work)):
         over = sum(w for d, w in zip(lengths.tolist(), weights, strict=True) if 2048 < d <= 4096)

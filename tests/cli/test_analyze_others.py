@@ -48,7 +48,7 @@ def test_megatron_dispatches_and_attends_as_its_flags_say(data):
     ncclep = "flex --moe-flex-dispatcher-backend ncclep"
     for dispatcher, ours in (("", "alltoall"), ("allgather", "alltoall"), ("flex", "flex"), (ncclep, "alltoall")):
         found = setup(words, f"--moe-token-dispatcher-type {dispatcher}" if dispatcher else "")
-        job = found.without_wlb("thd")
+        job = found.without_wlb().job
         assert (found.job.moe_dispatcher, job.moe_dispatcher) == (ours, dispatcher.split(" ")[0] or "alltoall")
         remarks = " ".join(found.run.judged.remarks)
         assert ("--moe-flex-dispatcher-backend" in remarks) == (dispatcher == ncclep) and "refuses" not in remarks

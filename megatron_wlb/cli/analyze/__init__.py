@@ -16,8 +16,9 @@ import argparse
 import sys
 
 from megatron_wlb.cli.analyze import report, table
-from megatron_wlb.cli.analyze.setup import Setup, schemes
-from megatron_wlb.cli.common import console, integer, progress, write_json, writer
+from megatron_wlb.cli.analyze.entries import entries
+from megatron_wlb.cli.analyze.setup import Setup
+from megatron_wlb.cli.common import console, integer, stages, write_json, writer
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.simulate.step import trace_of
 
@@ -51,22 +52,24 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("two outputs would be mixed on standard output; name a file for one")
     if args.html is not None:
         from megatron_wlb.cli.analyze import page  # so are its packages
-    setup = Setup(run_of(args))
-    packed, simulated = report.steps_of(setup.job)
-    if args.steps is not None:
-        packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
-    with (
-        writer(args.json, "--json") as file,
-        writer(args.html, "--html") as html,
-        writer(args.trace, "--trace") as trace,
-        progress(len(schemes(setup)) * packed, args.json, "analysing") as advance,
-    ):
-        results = report.analyse(setup, packed, simulated, advance)
-        words = table.in_words(results)
-        write_json(file, {"headline": words["headline"], "facts": words["facts"]} | results.entries)
-        if html is not None:
-            html.write(page.page(results, words))
-        write_json(trace, trace_of(results.examples["ours"].step))
+    with stages(args.json) as begin:
+        begin("choosing micro-batches")
+        setup = Setup(run_of(args))
+        steps = report.steps_of(setup.job)
+        if args.steps is not None:
+            steps = report.Steps(max(args.steps, steps.packed // args.steps * args.steps), args.steps)
+        with (
+            writer(args.json, "--json") as file,
+            writer(args.html, "--html") as html,
+            writer(args.trace, "--trace") as trace,
+        ):
+            results = report.analyse(setup, steps, begin)
+            words = table.in_words(results)
+            if file is not None:
+                write_json(file, {"headline": words["headline"], "facts": words["facts"]} | entries(results))
+            if html is not None:
+                html.write(page.page(results, words))
+            write_json(trace, trace_of(results.example(results.schemes.ours).step))
     if args.q and setup.run.misfit:
         print(f"! {setup.run.misfit}", file=sys.stderr)
     table.show(words, terminal, verdict_only=args.q)

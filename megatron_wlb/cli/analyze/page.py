@@ -37,9 +37,9 @@ def page(report: Report, words: dict[str, Any]) -> str:
 
 def lengths(report: Report, figure: Figure) -> None:
     """Draw shares by document length, one bin per power of 2."""
-    data = report.entries["data"]
-    edges = np.array([data["up_to"][0] / 2, *data["up_to"]])
-    shares = {name: np.array(share) for name, share in data["shares"].items()}
+    documents = report.documents
+    edges = np.array([documents.up_to[0] / 2, *documents.up_to])
+    shares = {name: np.array(share) for name, share in documents.shares.items()}
     pictures.shares(figure, edges, shares, report.setup.job.context_length, "share per doubling of length")
 
 
@@ -47,13 +47,13 @@ def time(report: Report, figure: Figure) -> None:
     """Draw where the time of a token goes, with --wlb and without."""
     axes = figure.subplots()
     looks = [*({"color": color} for color in COLORS), WAITING]
-    for row, name in enumerate(table.TITLES):
+    for row, scheme in enumerate(report.schemes):
         left = 0.0
-        for (part, seconds), look in zip(table.parts(report, name).items(), looks, strict=True):
+        for (part, seconds), look in zip(table.parts(scheme).items(), looks, strict=True):
             axes.barh(row, seconds, left=left, label="" if row else part, height=0.6, **look)
             left += seconds
         axes.annotate(f"{left:.3g} s", (left, row), (3, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(table.TITLES)), [title.replace(", ", ",\n") for title in table.TITLES.values()])
+    axes.set_yticks(range(len(table.TITLES)), [title.replace(", ", ",\n") for title in table.TITLES])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("seconds per million tokens")
@@ -63,8 +63,9 @@ def time(report: Report, figure: Figure) -> None:
 def _panels(report: Report, figure: Figure, sharex: bool = False) -> Iterator[tuple[Axes, Sample, str]]:
     """Yield axes, step and title of Megatron with the attention of --wlb and, below, of --wlb."""
     panels = figure.subplots(2, sharex=sharex, sharey=True)
-    for axes, name in zip(panels, ("thd", "ours"), strict=True):
-        yield axes, report.examples[name], table.TITLES[name]
+    _, *schemes = zip(report.schemes, table.TITLES, strict=True)
+    for axes, (scheme, title) in zip(panels, schemes, strict=True):
+        yield axes, report.example(scheme), title
 
 
 def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
@@ -105,7 +106,8 @@ def ranks(report: Report, figure: Figure) -> None:
 
 def timelines(report: Report, figure: Figure) -> None:
     """Draw the passes of every stage; of many micro-batches as long as one way takes for `MOST`, the same of both."""
-    slowest = [max(report.examples[name].step.timelines, key=lambda t: t.makespan) for name in ("thd", "ours")]
+    _, *schemes = map(report.example, report.schemes)
+    slowest = [max(sample.step.timelines, key=lambda t: t.makespan) for sample in schemes]
     many = max(timeline.end.shape[-1] for timeline in slowest) > MOST
     cut = min(float(timeline.end[..., :MOST].max()) for timeline in slowest) if many else math.inf
     for (axes, _, title), timeline in zip(_panels(report, figure, sharex=True), slowest, strict=True):

@@ -21,15 +21,13 @@ from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing import DEFAULT_POLICY, policy_of
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.plan.packer import PackedStep, Packer
+from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.simulate.memory import largest_max_tokens
+from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import SimulatedStep, simulate_step
 
-MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
-"""Schemes without --wlb: tokens attend across documents, as upstream's flags have it; or inside, each document divided
-over context-parallel ranks, as in packed sequences (THD)."""
 DELAY = 30
 """The bound on the delay, in steps, that is tried beside the same step."""
 WARM_UP = 30
@@ -40,26 +38,54 @@ MOST = 1 << 14
 """Most windows, or micro-batches, of a step that are simulated."""
 
 
-class Megatron(NamedTuple):
-    """Properties of a run without --wlb that its job does not have."""
+class Schemes[T](NamedTuple):
+    """One of each for the three ways to train the same data that a report has side by side."""
 
-    name: str = ""
-    """Name of the scheme in `MEGATRON`; "" for others."""
+    plain: T
+    """Megatron, tokens attending to all of their window."""
+    thd: T
+    """Megatron, attention inside documents, as in packed sequences (THD)."""
+    ours: T
+    """--wlb."""
+
+
+class Scheme(NamedTuple):
+    """A way to train the data of a run."""
+
+    job: Job
+    samples: Samples
+    crosses: bool = False
+    """Tokens attend across documents: every window is simulated as one document."""
     micro_batch_size: int = 1
     """Windows per micro-batch."""
     padded: bool = False
     """Windows that are not full are padded, as rows of --sft are."""
-    overlap_transfers: bool = False
-    """`--overlap-p2p-communication-warmup-flush`; assumed to overlap all transfers between stages."""
 
-    def simulate(self, job: Job, batch: PackedBatch) -> SimulatedStep:
-        """Simulate a step of windows; those of `plain` are one document each."""
-        lengths = batch.lengths
+    @property
+    def longest_tokens(self) -> int:
+        """Most tokens of a micro-batch."""
+        return self.micro_batch_size * self.job.context_length if self.job.packing.fixed_length else self.job.max_tokens
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.job.num_micro_batches // self.micro_batch_size
+
+    def steps(self, count: int) -> Iterator[PackedStep]:
+        """Yield `count` steps as they would be trained, after a warm-up if the scheme delays."""
+        packer = Packer(self.samples, self.job)
+        for _ in range(WARM_UP if self.job.packing.delays else 0):
+            packer.next()
+        for _ in range(count):
+            yield packer.next()
+
+    def simulate(self, batch: PackedBatch) -> SimulatedStep:
+        """Simulate a step."""
+        job, lengths, size = self.job, batch.lengths, self.micro_batch_size
         if self.padded:  # the last document of a row takes the padding
             lengths = [np.append(each[:-1], job.context_length - each[:-1].sum()) for each in lengths]
-        if self.name == "plain":
+        if self.crosses:
             lengths = [np.array([each.sum()]) for each in lengths]
-        shards, size = shard_step(job, lengths, batch.ranks), self.micro_batch_size
+        shards = shard_step(job, lengths, batch.ranks)
         if size > 1:
             if len(shards[0]) % size:
                 raise ValueError(
@@ -68,6 +94,15 @@ class Megatron(NamedTuple):
                 )
             shards = [[_joined(row[i : i + size]) for i in range(0, len(row), size)] for row in shards]
         return simulate_step(job, shards)
+
+    def activation_bytes(self) -> float:
+        """Return the peak of the fullest stage."""
+        job = self.job
+        if self.micro_batch_size > 1:
+            parallel, count = replace(job.parallel, group_size=None), self.num_micro_batches
+            job = replace(job, max_tokens=max(job.max_tokens, self.longest_tokens), parallel=parallel)
+            job = replace(job, num_micro_batches=count, global_batch_size=count, context_length=self.longest_tokens)
+        return max(peak_bytes(job, stage, self.longest_tokens) for stage in range(job.parallel.pp))
 
 
 def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
@@ -123,12 +158,7 @@ class Setup:
                 "Megatron is taken to gather K and V (--cp-comm-type all_gather): TransformerEngine's ring takes no "
                 "sliding windows."
             )
-        self.megatron = Megatron(
-            "thd" if masks_documents(stated) else "plain",
-            a.micro_batch_size,
-            a.sft,
-            bool(stated.get("overlap_p2p_comm_warmup_flush")),
-        )
+        self.masks_documents = masks_documents(stated)
         if a.fp8_dot_product_attention and job.profile.fp8 is None:
             self.notes.append(f"Profile {job.profile.name} has no attention in FP8; that of Megatron is timed in bf16.")
         if not data.has_validation and stated.get("eval_iters") != 0:
@@ -195,18 +225,41 @@ class Setup:
             found[f"--pipeline-model-parallel-layout {quote(layout)}"] = relieved
         return found
 
-    def without_wlb(self, name: str, job: Job | None = None) -> Job:
-        """Return a job (None: this one) as a scheme of `MEGATRON` trains it, one window per micro-batch."""
-        job = alone(job or self.job, self.run.arguments, cp_sharding=MEGATRON[name])
-        return replace(job, overlap_transfers=self.megatron.overlap_transfers)
+    @property
+    def of_run(self) -> Scheme:
+        """The run as it is, without --wlb."""
+        return self.without_wlb(crosses=not self.masks_documents)
 
-    def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
-        """Yield `count` steps as a scheme would train them, after a warm-up if it delays."""
-        packer = Packer(self.samples, job)
-        for _ in range(WARM_UP if job.packing.delays else 0):
-            packer.next()
-        for _ in range(count):
-            yield packer.next()
+    def other_sizes(self) -> tuple[list[Scheme], list[Scheme]]:
+        """Return Megatron, documents apart, with smaller micro-batches than the run's, then with larger that fit.
+
+        Each list begins with the size that is nearest to the run's. Larger ones are left out if memory is not known.
+        """
+        own, job = self.without_wlb(), self.job
+        windows, stages = job.global_batch_size // job.parallel.dp, job.parallel.pp
+        sizes = [1 << i for i in range(windows.bit_length()) if windows % (1 << i) == 0]
+        if job.parallel.vpp > 1:  # upstream interleaves groups of as many as stages
+            sizes = [size for size in sizes if windows // size % stages == 0]
+        schemes = [own._replace(micro_batch_size=size) for size in sizes]
+        smaller = [each for each in schemes if each.micro_batch_size < own.micro_batch_size]
+        budget = self.run.budget or 0.0
+        larger = [each for each in schemes if each.micro_batch_size > own.micro_batch_size]
+        return smaller[::-1], [each for each in larger if each.activation_bytes() <= budget]
+
+    def with_wlb(self, job: Job) -> Scheme:
+        return Scheme(job, self.samples)
+
+    def without_wlb(self, job: Job | None = None, *, crosses: bool = False) -> Scheme:
+        """Return how Megatron alone trains a job (None: this one), attention crossing documents or inside them.
+
+        Inside, each document is divided over context-parallel ranks. `--overlap-p2p-communication-warmup-flush` is
+        assumed to overlap all transfers between stages.
+        """
+        a = self.run.arguments
+        job = alone(job or self.job, a, cp_sharding="per-sequence" if crosses else "per-document")
+        overlap = bool(self.run.launched.stated.get("overlap_p2p_comm_warmup_flush"))
+        job = replace(job, overlap_transfers=overlap)
+        return Scheme(job, self.samples, crosses, a.micro_batch_size, a.sft)
 
     def flags(self) -> str:
         """Return the flags to add to a command: --wlb, what it needs beside it, and flags of it that were given."""
@@ -216,8 +269,10 @@ class Setup:
         if str(run.packing) != DEFAULT_POLICY:
             flags.append(flag_with_value("packing", run.packing))
         for each in (run.sharding, run.settings, run.run_settings):
-            values = ((f, getattr(each, f.name)) for f in fields(each))  # type: ignore[arg-type]
-            flags += [flag_with_value(f.name, value) for f, value in values if value != f.default]
+            values = {f: getattr(each, f.name) for f in fields(each)}  # type: ignore[arg-type]
+            if not run.trains_mock_data:  # training refuses their lengths without
+                values = {f: value for f, value in values.items() if f.name != "mock_lengths"}
+            flags += [flag_with_value(f.name, value) for f, value in values.items() if value != f.default]
         return " ".join(flags)
 
     def pins(self) -> str:
@@ -226,8 +281,3 @@ class Setup:
         if self.run.settings.max_tokens == "auto" or (chosen and self.run.settings.max_tokens is None):
             chosen["max_tokens"] = self.job.max_tokens
         return " ".join(flag_with_value(name, value) for name, value in chosen.items())
-
-
-def schemes(setup: Setup) -> dict[str, Job]:
-    """Return the ways to train the same data, by name."""
-    return {name: setup.without_wlb(name) for name in MEGATRON} | {"ours": setup.job}

@@ -1,22 +1,41 @@
 """The report in words: rows and sentences for both the terminal and the page."""
 
+import datetime
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
+from megatron_wlb import __version__
 from megatron_wlb.cli import common
-from megatron_wlb.cli.analyze.report import ATTENTION_TAKES, CLOSE, KERNELS_OF, Report
+from megatron_wlb.cli.analyze.entries import origin_of
+from megatron_wlb.cli.analyze.report import (
+    ATTENTION_TAKES,
+    CLOSE,
+    HALF_THE_NETWORK,
+    KERNELS_OF,
+    Faster,
+    Measured,
+    Ratio,
+    Report,
+    sources,
+)
+from megatron_wlb.cli.analyze.setup import WARM_UP, Schemes
 from megatron_wlb.cli.common import render
-from megatron_wlb.describe.alternatives import WORTH
-from megatron_wlb.describe.price import Price
+from megatron_wlb.describe.alternatives import WORTH, gib
 from megatron_wlb.describe.price import in_words as in_words_of_prices
 from megatron_wlb.simulate.step import TIME_SHARES
 
-TITLES = {"plain": "Megatron", "thd": "Megatron, documents apart", "ours": "--wlb"}
-"""Names of the schemes, in the order in which they are shown."""
+TITLES = Schemes("Megatron", "Megatron, documents apart", "--wlb")
+"""Names of the schemes."""
 SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
 SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
 """Titles of the rows to read first."""
+CLEAR = 0.05
+"""Gain from which --wlb is advised: that of a long run can be off by as much."""
+NOTHING = 0.5
+"""Percentage of a step below which Megatron's GPUs do not wait for each other."""
 MOST_FACTS = 6
 """Sentences that are shown first."""
 
@@ -27,14 +46,16 @@ Row = tuple[str, ...]
 def rows(report: Report) -> list[Row]:
     """Return the column titles, then a row per number."""
     parallel = report.setup.job.parallel
-    schemes = [report.entries["schemes"][name] for name in TITLES]
     pp, dp, cp, gpus = parallel.pp, parallel.dp, parallel.cp, parallel.num_gpus
 
-    def row(title: str, show: Callable[[dict[str, Any]], str]) -> Row:
-        return title, *map(show, schemes)
+    def row(title: str, show: Callable[[Measured], str]) -> Row:
+        return title, *map(show, report.schemes)
+
+    def speedups(title: str, show: Callable[[Ratio], str]) -> Row:
+        return title, *map(show, report.speedups)
 
     def imbalance(title: str, name: str) -> Row:
-        return row(title, lambda n: f"{n['imbalance'][name]:.3f}")
+        return row(title, lambda n: f"{n.imbalance[name]:.3f}")
 
     def part(title: str, *names: str) -> Row:
         return row(title, lambda n: f"{percent(n, *names) + 0:.1f}")  # never -0.0
@@ -49,130 +70,175 @@ def rows(report: Report) -> list[Row]:
     ]
     levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp), ("cp", "CP ranks", cp))
     return [
-        ("", *TITLES.values()),
-        row(SPEEDUP, lambda n: f"{n['speedup']:.3f}"),
-        row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
-        row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}"),
-        row("time per million tokens, s", lambda n: f"{n['us_per_token']:.3f}"),
-        row("tokens a second and GPU", lambda n: f"{1e6 / n['us_per_token'] / gpus:,.0f}"),
+        ("", *TITLES),
+        speedups(SPEEDUP, lambda n: f"{n.value:.3f}"),
+        speedups("  standard error", lambda n: f"{n.error:.3f}" if n.error else ""),
+        row("micro-batches a step", lambda n: f"{n.scheme.num_micro_batches:,}"),
+        row("time per million tokens, s", lambda n: f"{n.us_per_token:.3f}"),
+        row("tokens a second and GPU", lambda n: f"{1e6 / n.us_per_token / gpus:,.0f}"),
         *(imbalance(f"{title}: slowest / mean", name) for name, title, size in levels if size > 1),
-        imbalance("work: largest / mean", "work_mean"),
-        imbalance("  p95 over steps", "work_p95"),
+        row("work: largest / mean", lambda n: f"{n.work_imbalance.mean():.3f}"),
+        row("  p95 over steps", lambda n: f"{np.quantile(n.work_imbalance, 0.95):.3f}"),
         row(IDLE, lambda n: f"{idle(n) + 0:.1f}"),
         *chain(*words),
-        row("delay of a token, steps", lambda n: f"{n['late_steps']:.2f}"),
-        row("  of the latest", lambda n: str(n["max_delay_steps"])),
-        row("tokens per step, CV", lambda n: f"{n['token_cv']:.3f}"),
-        row("S_max, tokens", lambda n: f"{n['longest_micro_batch_tokens']:,}"),
-        row("activations, GiB", lambda n: f"{n['activation_gib']:.1f}"),
+        row("delay of a token, steps", lambda n: f"{n.late_steps:.2f}"),
+        row("  of the latest", lambda n: str(n.max_delay_steps)),
+        row("tokens per step, CV", lambda n: f"{n.token_cv:.3f}"),
+        row("S_max, tokens", lambda n: f"{n.scheme.longest_tokens:,}"),
+        row("activations, GiB", lambda n: f"{n.activation_gib:.1f}"),
     ]
 
 
-def idle(numbers: dict[str, Any]) -> float:
+def idle(numbers: Measured) -> float:
     """Return the percentage of a step in which GPUs do no work of their own."""
     return round(100 - percent(numbers, *TIME_SHARES["busy"]), 1)
 
 
-def percent(numbers: dict[str, Any], *parts: str) -> float:
+def percent(numbers: Measured, *parts: str) -> float:
     """Return the percentage that parts of a `Breakdown` take, to one digit."""
-    share: float = round(100 * sum(numbers["parts_ms"][part] for part in parts) / numbers["step_ms"], 1)
+    share: float = round(100 * sum(numbers.parts_ms[part] for part in parts) / numbers.step_ms, 1)
     return share
 
 
 def gain(report: Report) -> float:
-    """Return --wlb's net gain over Megatron, documents apart, as a share of the speed; 0 if not certain.
-
-    Of Megatron with --micro-batch-size 1 where that is faster, which nothing keeps a run from.
-    """
-    ours = report.entries["schemes"]["ours"]
-    brings = ours["speedup"] / _alone(report) - 1
-    return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
-
-
-def _alone(report: Report) -> float:
-    """Return how much faster Megatron alone may be than simulated, by single windows."""
-    return max(1.0, float(report.entries["single_windows"]))
+    """Return --wlb's net gain over Megatron at its best, as a share of the speed; 0 if not certain."""
+    ours = report.speedups.ours
+    brings = ours.value - 1
+    return brings if abs(brings) > max(0.005, 2 * ours.error) else 0.0
 
 
 def verdict(report: Report) -> tuple[str, str]:
     """Return what to do, by the net gain, in words, and "gain", "close" or "loss"."""
-    if gain(report) > CLOSE and _least_and_most(report, "thd")[0] > _alone(report):
-        return "Use it", "gain"
     setup = report.setup
-    several = setup.run.budget is None and setup.megatron.micro_batch_size > 1  # of which training may make one
-    return ("Do not use it", "loss") if gain(report) < 0 and not several else ("Close", "close")
+    several = setup.run.budget is None and setup.of_run.micro_batch_size > 1  # of which training may make one
+    if gain(report) < 0 and not several:
+        return "Do not use it", "loss"
+    if percent(report.schemes.thd, *TIME_SHARES["waiting"]) < NOTHING:
+        return "Nothing to balance", "close"
+    if gain(report) >= CLEAR and _least_and_most(report, thd=True)[0] > 1:
+        return "Use it", "gain"
+    return "No clear gain", "close"
 
 
 def priced(report: Report) -> str:
     """Return what balance brings, what it costs and what is left, in words; "" if nothing is lost."""
-    entries = report.entries
-    if not (found := [Price(**each) for each in entries["prices"]]):
+    if not report.prices:
         return ""
-    return in_words_of_prices(entries["balance"], entries["schemes"]["ours"]["speedup"] / _alone(report), found)
+    return in_words_of_prices(report.balance, report.speedups.ours.value, report.prices)
 
 
-def headline(report: Report) -> tuple[str, str]:
-    left_out = ", ".join(report.entries["left_out"])
-    predicted = f"An estimate without {left_out}" if left_out else "Predicted"
-    schemes = report.entries["schemes"]
-    across, apart, ours = (schemes[name]["us_per_token"] for name in TITLES)
-
-    def times(scheme: str) -> str:
-        least, most = (f"{each:.2f}" for each in _least_and_most(report, scheme, (KERNELS_OF, ATTENTION_TAKES)))
-        given = f" ({least} to {most} by kernels and their error)" * (least != most)
-        return f"{schemes[scheme]['us_per_token'] / ours:.2f} times{given}"
-
-    first = f"{verdict(report)[0]}. {predicted}: {times('thd')} as many tokens a second as {TITLES['thd']}."
-    if not (alike := report.entries["published"])["rows"]:
-        first += f" The error is not known: no step of {alike['kind']} is published that was predicted."
-    if (single := report.entries["single_windows"]) > 1 + CLOSE:
-        first += f" --micro-batch-size 1 alone brings Megatron {single:.2f} of it."
+def sentences(report: Report) -> list[str]:
+    """Return the lines that come first: the number, where it comes from, by what it could be wrong, and the rest."""
+    size = report.schemes.thd.scheme.micro_batch_size
+    first = (
+        f"{verdict(report)[0]}. {_predicted(report)}: {report.speedups.ours.value:.2f} times as many tokens per second "
+        f"as Megatron at its best (attention inside documents, --micro-batch-size {size})."
+    )
     if prices := priced(report):
         first += f" {prices}"
-    waits, instead = (idle(schemes[name]) for name in ("ours", "thd"))
-    rest = f"{_tokens(report)} GPUs idle {waits:.0f} % of a step instead of {instead:.0f} %."
-    if report.entries["scheme_of_run"] == "plain":
+    rest = [_tokens(report), *_idle(report), *_across(report)]
+    if report.best_size > 1 + CLOSE:
+        own = report.setup.run.arguments.micro_batch_size
+        rest.insert(
+            0, f"--micro-batch-size {size} alone makes Megatron {report.best_size:.2f} times as fast as {own} does."
+        )
+    return [line for line in (first, _sources(report), _doubts(report), " ".join(rest)) if line]
+
+
+def _predicted(report: Report) -> str:
+    """Return what the number is, and what it stands on that the run does not say."""
+    run, profile = report.setup.run, report.setup.job.profile
+    left_out = ", ".join(run.judged.left_out)
+    words = f"An estimate without {left_out}" if left_out else "Predicted"
+    if run.assumes_device:
+        words += f" for an assumed {profile.device or profile.name}"
+    if run.launched.is_log and run.launched.stated.get("distributed_backend") == "gloo":
+        words += ", from the log of a run on CPUs (gloo)"
+    if run.arguments.mock_data:
+        words += ", on mock data"
+    return words
+
+
+def _sources(report: Report) -> str:
+    """Return where the gain or loss comes from, the largest part first; "" for none."""
+    if not (whole := gain(report)):
+        return ""
+    found = sources(report.schemes)
+    shown = sorted((name for name in found if abs(found[name]) >= 0.5), key=lambda name: -abs(found[name]))
+    text = f"Where it comes from: {', '.join(f'{name} {found[name]:+.0f} %' for name in shown)}."
+    if found["exchange"] > 50 * whole > 0:
+        text += " Most of it is the exchange of Megatron's ring, not balance, and no run has confirmed it."
+    return text
+
+
+def _doubts(report: Report) -> str:
+    """Return by how much the number could be wrong: kernels, network, published steps like the run's."""
+    least, most = (f"{each:.2f}" for each in _least_and_most(report, (KERNELS_OF, ATTENTION_TAKES), thd=True))
+    kernels = least if least == most else f"{least} to {most}"
+    (of_network,) = (each.thd for each in report.readings if each.what == HALF_THE_NETWORK)
+    kind, count, median, p90 = report.published
+    if median is None or p90 is None:
+        alike = f"The error is not known: no step of {kind} is published that was predicted."
+    else:
+        errors = f"{100 * median:.0f} % (median) and {100 * p90:.0f} % (p90)"
+        alike = f"Predicted times of {count} published steps of {kind} are off by {errors}."
+    return (
+        f"How it could be wrong: {kernels} by kernels and their error, {of_network:.2f} with half the bandwidth "
+        f"between nodes. {alike} No run on several GPUs has confirmed a gain."
+    )
+
+
+def _idle(report: Report) -> Iterator[str]:
+    yield f"GPUs idle {idle(report.schemes.ours):.0f} % of a step instead of {idle(report.schemes.thd):.0f} %."
+
+
+def _across(report: Report) -> Iterator[str]:
+    """Yield the speed-up over Megatron with attention across documents."""
+    across, apart, ours = (each.us_per_token for each in report.schemes)
+    if not report.setup.masks_documents:
         run = "without --wlb" if report.setup.run.launched.stated.get("wlb") else "as it is"
-        over = f"Over the run {run}, whose attention crosses documents: {times('plain')}"
-        rest = f"{over}; masking documents alone, which Megatron can do, too, brings {across / apart:.2f}. {rest}"
+        yield (
+            f"Over the run {run}, whose attention crosses documents: {across / ours:.2f} times. Attention inside "
+            f"documents alone, which Megatron can do, too, brings {across / apart:.2f}."
+        )
     if across * (1 + CLOSE) < ours:
-        rest += " A run that can train across documents is better off without --wlb."
-    return first, rest
+        yield "A run that can train across documents is better off without --wlb."
 
 
 def _tokens(report: Report) -> str:
-    """Return what steps train with --wlb, compared with Megatron's."""
-    job, late = report.setup.job, report.entries["schemes"]["ours"]["late_steps"]
-    if job.packing.delays:
-        return f"Tokens run {late:.2f} steps late on average."
+    """Return which tokens steps train with --wlb, compared with Megatron's."""
+    if report.setup.job.packing.delays:
+        return f"Tokens run {report.schemes.ours.late_steps:.2f} steps late on average."
     return "Both train the same tokens every step."
 
 
-def _least_and_most(report: Report, scheme: str, what: str | tuple[str, ...] = "") -> tuple[float, float]:
+def _least_and_most(report: Report, what: str | tuple[str, ...] = "", *, thd: bool) -> tuple[float, float]:
     """Return the range of --wlb's speed-up over a scheme under all assumptions, or those that begin with `what`."""
-    over, ours = (report.entries["schemes"][name]["us_per_token"] for name in (scheme, "ours"))
-    others = [reading[scheme] for reading in report.entries["readings"] if reading["what"].startswith(what)]
-    found = [over / ours, *others]
+    base = report.schemes.thd if thd else report.schemes.plain
+    others = [each.thd if thd else each.plain for each in report.readings if each.what.startswith(what)]
+    found = [base.us_per_token / report.schemes.ours.us_per_token, *others]
     return min(found), max(found)
 
 
 def facts(report: Report) -> list[str]:
     """Return sentences on what the numbers go by."""
-    entries, job, schemes = report.entries, report.setup.job, report.entries["schemes"]
+    setup, job, schemes = report.setup, report.setup.job, report.schemes
+    profile = origin_of(setup)
     text = render(
         "facts.txt",
-        **entries,
-        errors=_errors_of(entries["profile"].get("error")),
-        parallel=job.parallel,
-        fp8_attention=report.setup.run.arguments.fp8_dot_product_attention,
+        report=report,
+        job=job,
+        judged=setup.run.judged,
+        profile=profile,
+        gib=gib,
+        errors=_errors_of(profile.get("error")),
+        fp8_attention=setup.run.arguments.fp8_dot_product_attention,
         precision="bf16" if job.profile.gain(job.precision, "mlp") == (1, 0) else job.precision,
         delays=job.packing.delays,
-        experts=bool(job.model.moe_router_topk),
-        crossover=job.crossover_tokens,
-        ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in ("thd", "ours")],
-        device_gib=round(job.profile.memory_gib),
-        over_device=any(numbers["activation_gib"] > job.profile.memory_gib for numbers in schemes.values()),
-        negative=any(percent(numbers, *TIME_SHARES["waiting"]) < 0 for numbers in schemes.values()),
+        warm_up=WARM_UP,
+        ep_wait=[f"{percent(each, 'ep_wait'):.1f} %" for each in (schemes.thd, schemes.ours)],
+        over_device=any(each.activation_gib > job.profile.memory_gib for each in schemes),
+        negative=any(percent(each, *TIME_SHARES["waiting"]) < 0 for each in schemes),
     )
     return [line for line in text.splitlines() if line]
 
@@ -199,58 +265,60 @@ PARTS = {
 """Short names for where the time goes, and the fields of `Breakdown` that each sums."""
 
 
-def parts(report: Report, scheme: str) -> dict[str, float]:
+def parts(scheme: Measured) -> dict[str, float]:
     """Return seconds per million tokens by `PARTS`."""
-    numbers = report.entries["schemes"][scheme]
-    each = numbers["us_per_token"] / numbers["step_ms"]
-    return {title: each * sum(numbers["parts_ms"][name] for name in names) for title, names in PARTS.items()}
+    return {title: scheme.us_of(*names) for title, names in PARTS.items()}
 
 
 def in_words(report: Report) -> dict[str, Any]:
     """Return the report as terminal and page show it; the first `MOST_FACTS` facts matter most."""
-    entries, every, (first, rest) = report.entries, rows(report), headline(report)
-    flags = {"Add to the command": entries["flags"], "To pin what auto chose": entries["pins"]}
-    flags["Take out"] = " ".join(entries["refused"])
-    run = entries["launch"] if report.setup.run.launched.is_log else "flags and command as given"
-    data = ", ".join(entries["data"]["prefixes"])
+    setup, every, (first, *rest) = report.setup, rows(report), sentences(report)
+    judged, launched = setup.run.judged, setup.run.launched
+    flags = {"Add to the command": setup.flags(), "To pin what auto chose": setup.pins()}
+    flags["Take out"] = " ".join(judged.refused)
+    advised = gain(report) > 0 and not judged.stops
+    run = launched.source if launched.is_log else "flags and command as given"
+    data = ", ".join(setup.data.prefixes)
     return {
         "tone": verdict(report)[1],
         "first": first,
-        "headline": f"{first} {rest}",
+        "headline": " ".join([first, *rest]),
         "rest": rest,
-        "warnings": entries["warnings"],
-        "faster": list(_faster(entries)),
+        "warnings": judged.remarks + setup.data.remarks,
+        "faster": list(_faster(report)),
         "job": _job(report),
-        "source": f"{run}; data: {data}; {entries['date']}, megatron_wlb {entries['release']}",
+        "source": f"{run}; data: {data}; {datetime.date.today().isoformat()}, megatron_wlb {__version__}",
         "rows": every,
         "short": [row for row in every if row[0] in ("", *SHORT)],
-        "flags": [(title, text) for title, text in flags.items() if text and gain(report) > 0],
+        "flags": [(title, text) for title, text in flags.items() if text and advised],
         "facts": facts(report),
     }
 
 
-def _faster(entries: dict[str, Any]) -> Iterator[str]:
+def _faster(report: Report) -> Iterator[str]:
     """Yield the recomputation and the layout with which the same GPUs are faster, if by `WORTH`."""
-    found = [(each, each["flags"] or "nothing recomputed") for each in (entries["recompute"],) if each]
-    found += [(each, each["flags"]) for each in entries["layouts"][:1]]
-    for each, flags in found:
-        if each["gain"] >= WORTH:
-            there = f"; Megatron there is {each['megatron']:.2f} times as fast" if each.get("megatron") else ""
+    found: list[tuple[Faster, str, float | None]] = []
+    if report.recompute:
+        found.append((report.recompute, report.recompute.job.recompute.flags or "nothing recomputed", None))
+    found += [(each.faster, each.flags, each.megatron) for each in report.layouts[:1]]
+    for each, flags, megatron in found:
+        if each.gain >= WORTH:
+            there = f"; Megatron there is {megatron:.2f} times as fast" if megatron else ""
             yield (
-                f"With {flags} on the same GPUs, --wlb is predicted to be {each['gain']:.2f} times as fast as here, "
-                f"with {each['gib']:.0f} GiB a GPU. Over {TITLES['thd']} here it is {each['speedup']:.2f} times{there}."
+                f"With {flags} on the same GPUs, --wlb is predicted to be {each.gain:.2f} times as fast as here, "
+                f"with {gib(each.job):.0f} GiB a GPU. Over {TITLES.thd} here it is {each.speedup:.2f} times{there}."
             )
 
 
 def _job(report: Report) -> str:
-    job, data = report.setup.job, report.entries["data"]
-    parallel, quantiles = job.parallel, data["length_quantiles"]
-    model = report.entries["model"] or f"{job.model.num_layers} layers of {job.model.hidden_size}"
+    job, documents = report.setup.job, report.documents
+    parallel, quantiles = job.parallel, documents.length_quantiles
+    model = report.setup.run.model or f"{job.model.num_layers} layers of {job.model.hidden_size}"
     vpp = f" x VPP {parallel.vpp}" if parallel.vpp > 1 else ""
     return (
         f"{model}, window {job.context_length:,}, {parallel.num_gpus:,} GPUs: TP {parallel.tp} x CP {parallel.cp} x PP "
         f"{parallel.pp}{vpp} x DP {parallel.dp}, {job.num_micro_batches:,} micro-batches a step. "
-        f"{data['documents']:,} documents, {data['tokens']:,} tokens: median {quantiles['p50']:,}, p99 "
+        f"{documents.documents:,} documents, {documents.tokens:,} tokens: median {quantiles['p50']:,}, p99 "
         f"{quantiles['p99']:,}, longest {quantiles['max']:,}."
     )
 
@@ -262,9 +330,11 @@ def show(words: dict[str, Any], console: Any, *, verdict_only: bool) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)
 
-    say(words["first" if verdict_only else "headline"], "bold")
+    say(words["first"], "bold")
     if verdict_only:
         return
+    for sentence in words["rest"]:
+        say(sentence)
     for warning in words["warnings"]:
         say(f"! {warning}")
     for sentence in words["faster"]:

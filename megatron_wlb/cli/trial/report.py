@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_wlb import __version__, files
 from megatron_wlb.cli import compare
-from megatron_wlb.cli.analyze.report import OTHER_SIMULATED, measure, steps_of
+from megatron_wlb.cli.analyze.report import OTHER_SIMULATED, Steps, measure, steps_of
 from megatron_wlb.cli.analyze.setup import Setup
 from megatron_wlb.cli.job import run_of
 from megatron_wlb.cli.launch import text_of
@@ -213,10 +213,9 @@ def predicted_ratio(args: argparse.Namespace, device: str) -> float:
             "profile` measured there"
         )
     setup = Setup(run_of(args))
-    count = min(OTHER_SIMULATED, steps_of(setup.job)[1])
-    jobs = {setup.megatron.name: setup.without_wlb(setup.megatron.name), "ours": setup.job}
-    run, ours = (measure(setup, name, job, count, count, None).numbers for name, job in jobs.items())
-    return float(run["us_per_token"] / ours["us_per_token"])
+    count = min(OTHER_SIMULATED, steps_of(setup.job).simulated)
+    run, ours = (measure(scheme, Steps(count, count)) for scheme in (setup.of_run, setup.with_wlb(setup.job)))
+    return run.us_per_token / ours.us_per_token
 
 
 def _last(plan: Plan) -> Any:
