@@ -278,20 +278,20 @@ def cp_attention() -> str:
 
 def cp_rows() -> str:
     """Rows that come to a rank, and in brackets the time of the slowest rank over that of `auto` by attention alone."""
-    shown = ("per-document, ring", "MagiAttention's dispatch", "dynamic CP", "auto", "auto, exchange")
+    shown = ("per-document, ring", "MagiAttention's dispatch", "dynamic CP", "FlashCP", "auto", "auto, exchange")
     lines = []
     for data, title in (("F2", "F2"), ("dist_wlbllm", "DistCA's")):
         for (packing, cp), of in _balance(data, ("megatron",), (8, 16, 32)):
             base = of["auto"]["predicted_us"]
             cells = [f"{of[name]['rows_in']:.2f} ({of[name]['predicted_us'] / base:.2f})" for name in shown]
             lines.append([title, packing, str(cp), *cells])
-    titles = ["documents", "packing", "CP", *shown[:3], "`auto`, attention alone", "`auto` in a job"]
+    titles = ["documents", "packing", "CP", *shown[:4], "`auto`, attention alone", "`auto` in a job"]
     return _table(titles, lines)
 
 
 def cp_layers() -> str:
     """Share of its limit that a layer reaches, and in brackets of the exchange that is exposed, in percent."""
-    shown = ("per-sequence, ring", "per-document, ring", "wlb, all-gather", "MagiAttention", "dynamic CP")
+    shown = ("per-sequence, ring", "per-document, ring", "wlb, all-gather", "MagiAttention", "dynamic CP", "FlashCP")
     lines = []
     found = [row for row in _result("cp_balance")["settings"]["exchange"] if row["packing"] == "adaptive"]
     keys = sorted({(row["model"], row["key_heads"], row["window"], row["cp"]) for row in found if row["cp"] in (8, 32)})
