@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -251,7 +250,7 @@ def test_no_process_is_left_behind(number, launcher, folder, data):
     (folder / "hangs").touch()
     script = f"{sys.executable} {launcher} {SCRIPT}"
     command = [sys.executable, "-m", "megatron_wlb", *words(folder, data, script=script)]
-    stopped(subprocess.Popen(command, cwd=ROOT), number, folder)
+    stopped(command, number, folder, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -39,8 +41,11 @@ def started(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def stopped(trial, number, folder):
-    """Signal a trial once its run hangs, and wait until it and the run's processes are gone."""
+def stopped(command, number, folder, **options):
+    """Start a trial, signal it once its run hangs, and wait until it and the run's processes are gone."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in background
+    trial = subprocess.Popen(command, **options)
+    signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + HANGS_SECONDS
     while not (processes := folder / "processes").exists() or len(processes.read_text().split()) < 2:
         assert trial.poll() is None and time.monotonic() < deadline

@@ -178,8 +178,7 @@ def test_a_trial_runs_in_a_script(cluster, tmp_path):
 def test_a_trial_that_is_stopped_ends_the_job_of_srun(number, cluster, tmp_path):
     words, environment = trial(cluster, tmp_path)
     (tmp_path / "told" / "hangs").touch()
-    running = subprocess.Popen(words, cwd=ROOT, env=os.environ | environment)
-    trials.stopped(running, number, tmp_path / "told")
+    trials.stopped(words, number, tmp_path / "told", cwd=ROOT, env=os.environ | environment)
     deadline = time.monotonic() + HANGS_SECONDS
     while not cluster.idle():
         assert time.monotonic() < deadline, cluster.run("squeue")
