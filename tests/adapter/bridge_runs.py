@@ -64,6 +64,7 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_sp
 from megatron.bridge.training import config as configs  # noqa: E402
 from megatron.bridge.training import gpt_step, setup  # noqa: E402
 from megatron.bridge.training.callbacks import Callback  # noqa: E402
+from megatron.bridge.training.comm_overlap import CommOverlapConfig  # noqa: E402, F401
 from megatron.bridge.training.finetune import finetune  # noqa: E402
 from megatron.bridge.training.tokenizers.config import TokenizerConfig  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
