@@ -123,7 +123,7 @@ class Training:
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 
-    def load(self, built: Sequence[Any], split_data: Callable[..., SplitData] = datasets.split_data) -> None:
+    def load(self, built: Sequence[Any], split_data: Callable[..., SplitData] | None = None) -> None:
         """Take the datasets of the three splits, and settle how they are trained; `split_data` says what they hold.
 
         Raises ValueError for an empty training split, and for an empty validation set if the run evaluates.
@@ -142,7 +142,8 @@ class Training:
         first = {"train": _consumed(args)}
         if not args.skip_train and not args.full_validation:
             first["valid"] = args.consumed_valid_samples
-        self._splits = {name: split_data(each, args, name, first.get(name, 0)) for name, each in sets.items()}
+        held = split_data or datasets.split_data
+        self._splits = {name: held(each, args, name, first.get(name, 0)) for name, each in sets.items()}
         if args.full_validation and not args.multiple_validation_sets:
             # Upstream takes its own number of steps for a list.
             args.eval_iters, args.full_validation = self._splits["valid"].steps, False
