@@ -6,7 +6,7 @@ document runs in its own step; under a bound on its delay, it may wait (`packing
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -78,7 +78,7 @@ def arranged(documents: np.ndarray, job: Job) -> PackedBatch:
     document on.
     """
     if job.parallel.dp == job.parallel.pp == 1 and (own := in_samples(documents, job)) is not None:
-        return own
+        return replace(own, ranks=np.arange(len(own)).reshape(1, -1))
     for count in _counts(job, len(documents)):
         if (batch := placed(documents, job, count)) is not None:
             return batch
