@@ -26,7 +26,7 @@ from benchmarks.gpu import script
 from benchmarks.lengths import f2
 from benchmarks.results import at_least, at_most
 from benchmarks.training_cpu import VOCABULARY, write_dataset
-from megatron_wlb.cli import compare
+from megatron_wlb.cli import compare, run_log
 from megatron_wlb.hardware.profile import gpu_of
 
 WARM = 3
@@ -103,7 +103,7 @@ def row(job: str, way: str, run: script.Run, base: script.Run) -> results.Row:
         found["attention"] = backend[1]
     if job.startswith("tiny"):
         return found
-    _, _, numbers = compare.compared(*(compare.read(str(each.log(0)), WARM) for each in (base, run)))
+    _, _, numbers = compare.compared(*(run_log.read(str(each.log(0)), WARM) for each in (base, run)))
     found |= {"over_megatron": numbers["ratio"], "error": numbers["error"]}
     found["step_ms"] = [1e3 * seconds for _, _, seconds, *_ in numbers["steps"][1]]
     if way == "wlb":

@@ -11,7 +11,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megatron_wlb.cli import compare
+from megatron_wlb.cli import run_log
 from megatron_wlb.cli.main import main
 from tests.cli.analyses import printed
 from tests.cli.commands import refusal
@@ -272,7 +272,7 @@ def test_padded_windows_are_not_compared_with_tokens(tmp_path, capsys):
 
 
 def test_a_line_without_end_is_not_read(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "MOST_OF_A_STEP", 99)
+    monkeypatch.setattr(run_log, "MOST_OF_A_STEP", 99)
     path = write(tmp_path / "run.jsonl", [GOOD])
     assert "line 1 has over 0 MiB, the limit; give the file" in refusal(capsys, "compare", str(path))
 

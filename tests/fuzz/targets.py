@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.fixed import FixedPacking
 from megatron_rehearsal.__main__ import task_of
 from megatron_rehearsal.allowed import of_log
-from megatron_wlb.cli import compare
+from megatron_wlb.cli import run_log
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.hardware import profile
@@ -104,7 +104,7 @@ def _state_seeds() -> list[bytes]:
 
 def _step_log(data: bytes, folder: Path) -> None:
     (folder / "log.jsonl").write_bytes(data)
-    log = compare.read(str(folder / "log.jsonl"), 2)
+    log = run_log.read(str(folder / "log.jsonl"), 2)
     require(log.gpus > 0 and (log.steps[:, :3] > 0).all(), "numbers, counts and times are over 0")
     require(((log.steps[:, 3] > 0) == (log.steps[:, 5] > 0)).all(), "steps have tokens unless they were skipped")
     require((np.diff(log.steps[:, 0]) > 0).all(), "steps are in order")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_wlb import __version__, files
-from megatron_wlb.cli import compare
+from megatron_wlb.cli import compare, run_log
 from megatron_wlb.cli.analyze.report import OTHER_SIMULATED, Steps, measure, steps_of
 from megatron_wlb.cli.analyze.setup import Setup
 from megatron_wlb.cli.job import run_of
@@ -221,7 +221,7 @@ def predicted_ratio(args: argparse.Namespace, device: str) -> float:
 def _last(plan: Plan) -> Any:
     """Return the last line of the file of --wlb-log; None if no turn has written one."""
     with contextlib.suppress(ValueError):
-        return compare.read_step_log(str(plan.log))[-1][-1]
+        return run_log.read_step_log(str(plan.log))[-1][-1]
     return None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_wlb import files
-from megatron_wlb.cli import compare
+from megatron_wlb.cli import run_log
 from megatron_wlb.cli.launch import text_of
 from megatron_wlb.cli.trial.command import Plan
 from megatron_wlb.describe.arguments import short
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     seconds: float
     crash: str = ""
     """Why it does not count; "" if it does."""
-    run: compare.Log | None = None
+    run: run_log.Log | None = None
     """Its steps, less those that are left out; None of a crash."""
     digests: dict[int, str] = {}  # noqa: RUF012  # is never changed
     """By step."""
@@ -113,7 +113,7 @@ def read(turn: Turn, returned: int, skip: int) -> Turn:
         return turn._replace(crash=f"{error_of(text)} [exit status {returned}]")
     run = None
     with contextlib.suppress(ValueError):
-        run = compare.read(str(turn.log), skip)
+        run = run_log.read(str(turn.log), skip)
     if run is None or len(run.steps) < 2:
         return turn._replace(crash=f"no steps; {error_of(text)}")
     digests = {int(number): digest for number, digest in _DIGEST.findall(text)}
