@@ -56,8 +56,8 @@ PRICED = [
 """Arguments before and after, what is given beside them, and what is said; the latter ones cost something."""
 
 BEFORE = {
-    f"wlb_{name}"
-    for name in ("before", "windows_per_micro_batch", "eval_windows_per_micro_batch", "per_token_loss", "sft")
+    *("wlb_before", "wlb_windows_per_micro_batch", "wlb_eval_windows_per_micro_batch", "wlb_per_token_loss", "wlb_sft"),
+    "wlb_means_in_evaluation",
 }
 
 
