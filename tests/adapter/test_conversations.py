@@ -18,9 +18,9 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron_wlb.adapter.sources import conversations
 from megatron_wlb.cli.main import main
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
-from tests.adapter.test_parity import TOLERANCE
 from tests.adapter.training import CP2, MTP, PP2, TP2, relative_error, train
 from tests.limits import files_up_to
+from tests.upstream.test_parity import TOLERANCE
 
 FORMAT = "nemotron-nano-v2"
 WITHOUT = "--vocab-size --reset-attention-mask --reset-position-ids"

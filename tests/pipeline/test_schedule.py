@@ -9,7 +9,7 @@ from hypothesis import given
 
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from tests.pipeline.schedules import schedules
-from tests.pipeline.upstream import record
+from tests.upstream.schedules import record
 
 
 @given(schedules())

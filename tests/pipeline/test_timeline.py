@@ -9,7 +9,7 @@ from hypothesis import given
 from megatron_wlb.pipeline.schedule import Schedule, nearest_counts
 from megatron_wlb.pipeline.timeline import makespans, run
 from tests.pipeline.schedules import timed_schedules
-from tests.pipeline.upstream import replay
+from tests.upstream.schedules import replay
 
 
 @given(timed_schedules())
