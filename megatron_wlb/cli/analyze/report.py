@@ -264,9 +264,11 @@ class Others(NamedTuple):
         return [Layout(each, self._of_megatron(each.job), layout_flags(each.job)) for each in tried[:MOST_LAYOUTS]]
 
     def _of_megatron(self, job: Job) -> float | None:
-        """Return the speed-up of Megatron in another layout; None if it cannot train there."""
+        """Return the speed-up of Megatron in another layout, at its best size there; None if it cannot train there."""
+        few, budget = min(len(self.schemes.thd.us), READING_STEPS), self.setup.run.budget_bytes(job)
         with contextlib.suppress(ValueError):  # such as of a micro-batch size that does not divide the windows
-            return speedup(self._measure(self.setup.without_wlb(job)), self.schemes.thd).value
+            best, _ = at_its_best(self.setup.without_wlb(job), budget or 0.0, Steps(few, few))
+            return speedup(self._measure(best), self.schemes.thd).value
         return None
 
     def recompute(self) -> Faster | None:
