@@ -18,7 +18,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import ALIKE
-from megatron_wlb.simulate.published import Errors, errors_like
+from megatron_wlb.simulate.published import FLAGS, Errors, errors_like
 from megatron_wlb.simulate.step import TIME_SHARES, SimulatedStep, breakdown, imbalances
 
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
@@ -220,7 +220,9 @@ def analyse(setup: Setup, steps: Steps, begin: Begin) -> Report:
     others = Others(setup, schemes, speedups.ours, steps.packed // steps.simulated)
     begin("other layouts and flags")
     balance, found = others.prices()
-    published = errors_like(setup.job)
+    launched = setup.run.launched
+    stated = launched.source != "flags" or any(launched.stated.get(name) for name in FLAGS)
+    published = errors_like(setup.job, flags=stated)
     return Report(
         setup=setup,
         documents=documents_of(setup),
