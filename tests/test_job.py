@@ -206,10 +206,10 @@ def test_work_is_linear_beyond_a_window():
 
 def test_experts_are_a_part_of_the_crossover():
     dense = job(crossover_tokens=1 << 20)
-    assert dense.expert_crossover_tokens == 0
+    assert dense.pooled_crossover_tokens == 0
     model = replace(dense.model, moe_router_topk=2, padded_vocab_size=0)
     # 64 x 256 x 2 weights of experts, and 64 x 64 x 4 of attention.
-    assert replace(dense, model=replace(model, gated_linear_unit=False)).expert_crossover_tokens == (1 << 20) * 2 // 3
+    assert replace(dense, model=replace(model, gated_linear_unit=False)).pooled_crossover_tokens == (1 << 20) * 2 // 3
 
 
 def test_ranks_that_divide_experts_are_those_of_upstreams_groups():
@@ -222,7 +222,7 @@ def test_ranks_that_divide_experts_are_those_of_upstreams_groups():
             continue
         sizes = {"tp": expert_tp, "ep": ep, "dp": tp * cp * dp // (ep * expert_tp), "pp": 2, "cp": 1}
         groups = RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks("tp-ep")
-        replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).expert_dp_ranks
+        replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).pooling_ranks
         together = [{rank // (tp * cp) for rank in group} for group in groups]
         for i in range(2 * dp):
             meets = {i}

@@ -3,6 +3,7 @@
 import ast
 from dataclasses import make_dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ RETENTION = Mixer(projected=8192, inner=4096, scan=1 << 20, kept=12288)
 class Retention(LinearLayer):
     letters = "R"
     title = "retention"
-    modules = ("attn",)
+    modules: ClassVar = {"attn": 850.0}
     variants = ("retention",)
 
     def sizes(self, a, sizes):
