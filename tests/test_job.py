@@ -204,7 +204,7 @@ def test_work_is_linear_beyond_a_window():
 
 def test_experts_are_a_part_of_the_crossover():
     dense = job(crossover_tokens=1 << 20)
-    assert dense.expert_crossover_tokens == 0
+    assert dense.pooled_crossover_tokens == 0
     model = replace(dense.model, moe_router_topk=2, padded_vocab_size=0)
     # 64 x 256 x 2 weights of experts, and 64 x 64 x 4 of attention.
-    assert replace(dense, model=replace(model, gated_linear_unit=False)).expert_crossover_tokens == (1 << 20) * 2 // 3
+    assert replace(dense, model=replace(model, gated_linear_unit=False)).pooled_crossover_tokens == (1 << 20) * 2 // 3

@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_wlb.documents import Draw, PackedBatch, Policy
 from megatron_wlb.job import Job, Packing
+from megatron_wlb.layers import attention_of
 from megatron_wlb.pipeline.schedule import nearest_counts
 
 
@@ -23,8 +24,8 @@ class MegatronPacking(Packing):
 def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
     """Return the job as Megatron alone trains it: a micro-batch for every window, as packed.
 
-    Context-parallel ranks exchange K and V by a ring; TransformerEngine's takes no sliding windows, so models that have
-    some gather them. Virtual stages run in the job's groups, or in Megatron's default of as many as stages.
+    Context-parallel ranks exchange K and V by a ring, or gather them where upstream's ring cannot serve the model.
+    Virtual stages run in the job's groups, or in Megatron's default of as many as stages.
     """
     parallel, each = job.parallel, job.global_batch_size // job.parallel.dp
     group = (parallel.group_size or parallel.pp) if parallel.vpp > 1 else None
@@ -39,7 +40,7 @@ def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
         reorder=False,
         overlap_transfers=False,
         tp_tile_rows=0,
-        cp_exchange="all" if job.model.windowed_share else "ring",
+        cp_exchange="all" if attention_of(job.model).no_ring(job.model) else "ring",
     )
 
 

@@ -159,10 +159,10 @@ def divided(
     That is the micro-batches of data-parallel ranks, `rows` if memory holds them, and `critical`, int64 [dp, M / dp].
     """
     job = job.of_step(len(work), int(tokens.sum()))
-    experts = tokens * job.expert_crossover_tokens
+    pooled = tokens * job.pooled_crossover_tokens
     if rows is None or tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
-        rows = placement.place(work, job, experts, tokens)
-    return job, rows, placement.critical_work(work[rows], experts[rows], job)
+        rows = placement.place(work, job, pooled, tokens)
+    return job, rows, placement.critical_work(work[rows], pooled[rows], job)
 
 
 def _words(numbers: np.ndarray) -> str:

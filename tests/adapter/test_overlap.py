@@ -87,7 +87,7 @@ def noted(monkeypatch, tmp_path):
 def one_order(monkeypatch):
     """Micro-batches in the order of a run without the flag, whose warm-up is shorter."""
     schedule = Job.schedule
-    monkeypatch.setattr(Job, "schedule", lambda *given: replace(schedule(*given), overlaps_experts=False))
+    monkeypatch.setattr(Job, "schedule", lambda *given: replace(schedule(*given), by_turns=False))
 
 
 def both(size, flags, dataset, tmp_path, without="", **more):

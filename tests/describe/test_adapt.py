@@ -9,8 +9,8 @@ import pytest
 
 from megatron_wlb.describe.adapt import adapt, switches_off
 from megatron_wlb.describe.arguments import Off, Set, rows
-from megatron_wlb.describe.megatron import dispatcher_of
 from megatron_wlb.describe.refusals import check
+from megatron_wlb.layers.experts import dispatcher_of
 
 USUAL = {
     **{"seq_length": 1024, "micro_batch_size": 1, "calculate_per_token_loss": True, "attention_dropout": 0},

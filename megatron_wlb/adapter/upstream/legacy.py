@@ -14,7 +14,7 @@ from typing import Any
 from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.upstream import scripts
 from megatron_wlb.adapter.upstream.replaced import replaced
-from megatron_wlb.describe.refusals import dispatches
+from megatron_wlb.layers.experts import dispatches
 from megatron_wlb.layers.linear import has_linear_layers
 
 
