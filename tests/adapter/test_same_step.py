@@ -214,7 +214,7 @@ def test_rare_texts_inside_documents(inner, tmp_path):
     flags, prints = [*GENTLE.split(), "--split", "100,0,0", "--train-iters", "3"], tmp_path / "prints"
     theirs = train(1, str(data), *flags, wlb=False)
     compare(train(2, str(data), *flags, *CP2.split(), prints=prints), theirs)
-    assert "> wlb: every step trains what Megatron's would\n" in (said := prints.read_text())
+    assert "> wlb is on: every step trains the same as without --wlb\n" in (said := prints.read_text())
     assert "sampled" not in said
     compare(train(1, str(data), *flags, "--no-create-attention-mask-in-dataloader", prints=prints), theirs)
     assert "ignore --reset-attention-mask" in prints.read_text()
