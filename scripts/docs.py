@@ -5,7 +5,9 @@ import itertools
 import json
 import math
 import re
+import shlex
 import statistics
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from benchmarks.convergence_report import page
 from benchmarks.dynamic_cp import PROFILES as GPUS
 from benchmarks.paper import report
 from benchmarks.results import Row
-from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER, Case
+from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER, Case, flags_of
 from megatron_wlb.adapter.upstream.versions import SUPPORTED
 from megatron_wlb.cli.analyze.report import CLOSE
 from megatron_wlb.describe.adapt import ADAPTATIONS, said
@@ -44,11 +46,14 @@ def pages() -> dict[Path, str]:
         ("docs/training", "set", changed(priced=False)),
         ("docs/training", "switched off", changed(priced=True)),
         ("docs/training", "refused", refused()),
+        ("README", "command", f"\n{_command(_result('step_time')['settings']['memory'][0])}\n"),
         ("docs/performance", "equal memory", equal_memory()),
         ("docs/performance", "documents", documents()),
         ("docs/performance", "published", published(by_publication=False)),
         ("docs/analyze", "profiles", profiles()),
         ("docs/convergence", "results", convergence()),
+        (tables, "commands", commands()),
+        (tables, "closed", closed_batches()),
         (tables, "recipes", recipes()),
         (tables, "limit", limit()),
         (tables, "goals", goals()),
@@ -171,6 +176,20 @@ def equal_memory() -> str:
     )
 
 
+def commands() -> str:
+    """Commands that repeat the rows of `equal_memory`."""
+    return "".join(f"\n{_job(row)}:\n\n{_command(row)}" for row in _result("step_time")["settings"]["memory"]) + "\n"
+
+
+def _command(row: Row) -> str:
+    """The command that predicts a row, as code of at most 120 columns."""
+    words = shlex.join(flags_of(Case(*_case(row)), row["wlb"]["recompute"])).replace(" --", "\n--").split("\n")
+    lines = textwrap.wrap(
+        "megatron-wlb analyze " + " ".join(word.replace(" ", "\0") for word in words), 112, break_on_hyphens=False
+    )
+    return "    " + " \\\n        ".join(lines).replace("\0", " ") + "\n"
+
+
 def documents() -> str:
     """The same jobs with other documents than F2, and where `--wlb` brings nothing."""
     found = {(row["documents"], *_case(row)): row for row in _result("documents")["rows"]}
@@ -225,6 +244,22 @@ def _recomputed(flags: str) -> str:
         return modules[1].replace("mlp", "MLPs")
     layers = re.search(r"--recompute-num-layers (\d+)", flags)
     return f"{layers[1]} layers a virtual stage" if layers else ""
+
+
+def closed_batches() -> str:
+    """Speed of `balance` over the split of each loop, by sequences, and over Megatron-Bridge's packed rows."""
+    loops: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in _result("closed_batches")["rows"]:
+        if (faster := row.get("balance_is_faster")) is not None and not row["who"].startswith("balance"):
+            key = str(row["data"]), f"{row['longest'] >> 10}K", str(row["who"])
+            loops.setdefault(key, {})[row["layout"]] = faster
+    tables = []
+    for of_rows in (False, True):
+        shown = {key: each for key, each in loops.items() if ("Bridge" in key[2]) is of_rows}
+        layouts = list(dict.fromkeys(layout for each in shown.values() for layout in each))
+        lines = [[*key, *(f"{each[layout]:.2f}" for layout in layouts)] for key, each in shown.items()]
+        tables.append(_table(["sequences", "up to", "split of", *layouts], lines))
+    return "".join(tables)
 
 
 def limit() -> str:

@@ -1,17 +1,15 @@
 """Settings become the description of a job: defaults, S_max within memory, sizes that contradict each other, JSON."""
 
 import argparse
-import itertools
 import json
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from megatron.core.parallel_state import RankGenerator
 
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import Versions, load_profile
-from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
+from megatron_wlb.job import MAX_TOKENS, Recompute, differences
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.pipeline.split import Split
@@ -210,22 +208,3 @@ def test_experts_are_a_part_of_the_crossover():
     model = replace(dense.model, moe_router_topk=2, padded_vocab_size=0)
     # 64 x 256 x 2 weights of experts, and 64 x 64 x 4 of attention.
     assert replace(dense, model=replace(model, gated_linear_unit=False)).expert_crossover_tokens == (1 << 20) * 2 // 3
-
-
-def test_ranks_that_divide_experts_are_those_of_upstreams_groups():
-    """Data-parallel ranks that a chain of upstream's expert groups connects, of ranks in its default order."""
-    for tp, cp, dp, ep, etp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4, 6), (1, 2, 3, 4, 8), (None, 1, 2)):
-        expert_tp = etp or tp
-        if tp * cp * dp % (ep * expert_tp):
-            with pytest.raises(ValueError, match="do not divide"):
-                Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
-            continue
-        sizes = {"tp": expert_tp, "ep": ep, "dp": tp * cp * dp // (ep * expert_tp), "pp": 2, "cp": 1}
-        groups = RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks("tp-ep")
-        replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).expert_dp_ranks
-        together = [{rank // (tp * cp) for rank in group} for group in groups]
-        for i in range(2 * dp):
-            meets = {i}
-            for _ in range(dp):
-                meets = meets.union(*(each for each in together if each & meets))
-            assert meets == set(range(i // replicas * replicas, (i // replicas + 1) * replicas))

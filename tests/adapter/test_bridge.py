@@ -7,8 +7,8 @@ import pytest
 
 from megatron_wlb.adapter.plans import state_path
 from tests.adapter.bridge_runs import ADAM, ALGORITHM_1, EXPERTS, PP2, CommOverlapConfig, bridge, container, run
-from tests.adapter.test_parity import compare
 from tests.adapter.training import MOE, train
+from tests.upstream.test_parity import compare
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.adapter import clock
 from megatron_wlb.job import Job
 from megatron_wlb.runtime import all_to_all
-from tests.adapter.test_same_step import EVALUATE, EXPERT_BIAS, GENTLE, compare, digests, spread
 from tests.adapter.training import (
     BY_DOCUMENT,
     CP2,
@@ -36,6 +35,7 @@ from tests.adapter.training import (
     train,
 )
 from tests.jobs import job
+from tests.upstream.test_same_step import EVALUATE, EXPERT_BIAS, GENTLE, compare, digests, spread
 
 UNEVEN = "--wlb-micro-batches 11"
 """Which no whole samples fill, as they would on one rank and stage."""

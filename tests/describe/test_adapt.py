@@ -51,6 +51,8 @@ PRICED = [
     ({"use_ring_exchange_p2p": OFF}, {}, "ordinary sends"),
     ({"cpu_offloading_retain_pinned_cpu_buffers": OFF}, {}, "pinned"),
     ({"fp8_dot_product_attention": OFF}, {}, "not in FP8"),
+    ({"moe_combine_bwd_dtype": ("mxfp8", "bf16")}, {}, "-bwd-dtype bf16 instead of mxfp8: only ncclep .* in bf16$"),
+    ({"moe_dispatch_fwd_dtype": ("mxfp8", "bf16")}, {}, "-fwd-dtype bf16 instead of mxfp8: only ncclep .* in bf16$"),
     ({"log_max_attention_logit": OFF}, {}, "not logged"),
 ]
 """Arguments before and after, what is given beside them, and what is said; the latter ones cost something."""
@@ -73,7 +75,8 @@ def test_one_change(changed, beside, line):
     assert on == "> wlb is on: every step trains the same as without --wlb, but for these differences"
     assert differs[0].startswith("> wlb: differs: attention stops at the end of a document")
     assert all(each.startswith("> wlb: differs: ") for each in differs)
-    assert re.search(line, last) and last.startswith(f"> wlb: {'without' if priced else 'sets'} ")
+    verb = "without" if priced and "instead of" not in line else "sets"
+    assert re.search(line, last) and last.startswith(f"> wlb: {verb} ")
     after = USUAL | beside | {name: value for name, (_, value) in changed.items()}
     assert {name: value for name, value in vars(args).items() if name not in BEFORE} == after
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)

@@ -212,7 +212,7 @@ def analyse(setup: Setup, steps: Steps, begin: Begin) -> Report:
     """Simulate all schemes; tells `begin` what it does."""
     few = min(steps.simulated, READING_STEPS)
     begin("Megatron's micro-batch sizes")
-    thd, best_size = at_its_best(setup, Steps(few, few))
+    thd, best_size = at_its_best(setup.without_wlb(), setup.run.budget or 0.0, Steps(few, few))
     plain, ours = setup.without_wlb(crosses=True), setup.with_wlb(setup.job)
     advance = begin("simulating steps", len(Schemes._fields) * steps.packed)
     schemes = compared(Schemes(plain, thd, ours), steps, advance)
@@ -264,9 +264,11 @@ class Others(NamedTuple):
         return [Layout(each, self._of_megatron(each.job), layout_flags(each.job)) for each in tried[:MOST_LAYOUTS]]
 
     def _of_megatron(self, job: Job) -> float | None:
-        """Return the speed-up of Megatron in another layout; None if it cannot train there."""
+        """Return the speed-up of Megatron in another layout, at its best size there; None if it cannot train there."""
+        few, budget = min(len(self.schemes.thd.us), READING_STEPS), self.setup.run.budget_bytes(job)
         with contextlib.suppress(ValueError):  # such as of a micro-batch size that does not divide the windows
-            return speedup(self._measure(self.setup.without_wlb(job)), self.schemes.thd).value
+            best, _ = at_its_best(self.setup.without_wlb(job), budget or 0.0, Steps(few, few))
+            return speedup(self._measure(best), self.schemes.thd).value
         return None
 
     def recompute(self) -> Faster | None:
@@ -297,12 +299,12 @@ class Others(NamedTuple):
         return measure(scheme, Steps(self.stride * simulated, simulated)).at_work_of(self.schemes.thd)
 
 
-def at_its_best(setup: Setup, steps: Steps) -> tuple[Scheme, float]:
-    """Return Megatron, documents apart, at its best micro-batch size, and its speed-up over the run's size.
+def at_its_best(own: Scheme, budget_bytes: float, steps: Steps) -> tuple[Scheme, float]:
+    """Return Megatron at its best micro-batch size whose activations fit, and its speed-up over its own size.
 
     A size is left once the next smaller or larger one is not clearly faster.
     """
-    own, others = setup.without_wlb(), setup.other_sizes()
+    others = own.other_sizes(budget_bytes)
     if not any(others):
         return own, 1.0
     best = of_own = measure(own, steps)
