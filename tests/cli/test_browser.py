@@ -12,11 +12,7 @@ from scripts.demo import report
 from tests.cli.analyses import LARGE, RUN
 from tests.cli.trials import environment, words
 
-playwright = pytest.importorskip("playwright.sync_api")
-BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
-if BROWSER is None:
-    pytest.skip("no Chromium is installed, e.g. apt-get install chromium-headless-shell", allow_module_level=True)
-
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 BROKEN = """() => {
     const broken = [], most = document.documentElement.clientWidth;
     const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -80,6 +76,10 @@ def demo(folder):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory, data):
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed; install one, e.g. by apt-get")
     folder = tmp_path_factory.mktemp("pages")
     flags = f"--steps 2 --html {folder}/analyze.html {RUN} {LARGE} --data-path {data}"
     assert main(["analyze", *flags.split()]) == 0
@@ -89,7 +89,7 @@ def pages(tmp_path_factory, data):
         assert main(words(folder / "trial", data, f"--html {folder}/trial.html")) == 0
     demo(folder)
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield Pages(folder, browser)
         browser.close()
 
