@@ -53,7 +53,9 @@ def test_resumes_in_another_layout(dataset, tmp_path):
     assert again["log"][0]["loss"] == pytest.approx(whole["log"][1]["loss"], rel=1e-5)
 
 
-def test_what_is_set_is_said(dataset, capsys, monkeypatch):
+def test_what_is_set_is_said(dataset, monkeypatch):
+    made = []
+    monkeypatch.setattr(bridge, "_Run", lambda *given, make=bridge._Run: made.append(make(*given)) or made[-1])
     monkeypatch.setenv("WORLD_SIZE", "2")
     tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     config = container(dataset, **tp2, cuda_graph_impl="local", attention_dropout=0.1)
@@ -61,7 +63,7 @@ def test_what_is_set_is_said(dataset, capsys, monkeypatch):
     stopped = patch.object(bridge.bridge, "GlobalState", side_effect=RuntimeError("configs are final"))
     with stopped, pytest.raises(RuntimeError, match="configs are final"):
         bridge.pretrain(config)
-    said = capsys.readouterr().out
+    said = "\n".join(made[0]._said)
     assert config.model.calculate_per_token_loss and not config.ddp.average_in_collective
     assert "> wlb: sets --micro-batch-size 1 instead of 2: a micro-batch is one packed sequence" in said
     assert config.model.cuda_graph_impl == "none" and "> wlb: without --cuda-graph-impl local" in said

@@ -194,7 +194,10 @@ def test_texts_inside_documents(ends, tmp_path):
     without = "--reset-attention-mask --reset-position-ids"
     train(1, data, "--train-iters", "1", without=without, prints=(said := tmp_path / "said"))
     assert f"attention goes across EOD for {'73.' if ends else '0.0%'}" in said.read_text()
-    assert "but for: attention ends with the document, and without --wlb it does not" in said.read_text()
+    assert (
+        "> wlb: differs: attention stops at the end of a document; without --wlb this run lets it cross"
+        in said.read_text()
+    )
 
 
 @pytest.mark.parametrize("inner", [True, False])
@@ -214,7 +217,7 @@ def test_rare_texts_inside_documents(inner, tmp_path):
     flags, prints = [*GENTLE.split(), "--split", "100,0,0", "--train-iters", "3"], tmp_path / "prints"
     theirs = train(1, str(data), *flags, wlb=False)
     compare(train(2, str(data), *flags, *CP2.split(), prints=prints), theirs)
-    assert "> wlb: every step trains what Megatron's would\n" in (said := prints.read_text())
+    assert "> wlb is on: every step trains the same as without --wlb\n" in (said := prints.read_text())
     assert "sampled" not in said
     compare(train(1, str(data), *flags, "--no-create-attention-mask-in-dataloader", prints=prints), theirs)
     assert "ignore --reset-attention-mask" in prints.read_text()
