@@ -1,26 +1,13 @@
 """Megatron-Bridge's real `pretrain()` with the plugin, against Megatron's in one process: losses and all gradients."""
 
-import functools
 from unittest.mock import patch
 
 import pytest
 
 from megatron_wlb.adapter.plans import state_path
 from tests.adapter.bridge_runs import ADAM, ALGORITHM_1, EXPERTS, PP2, CommOverlapConfig, bridge, container, run
-from tests.adapter.training import MOE, train
+from tests.adapter.training import MOE
 from tests.upstream.test_parity import compare
-
-
-@pytest.fixture(scope="module")
-def alone(dataset):
-    """Megatron-LM's own run with these flags, in one process."""
-
-    @functools.cache
-    def run(flags):
-        flags = f"--eval-iters 1 --eval-interval 1 {flags}".split()
-        return train(1, dataset, *flags, wlb=False)
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -33,8 +20,9 @@ def alone(dataset):
         (2, EXPERTS, MOE),
     ],
 )
-def test_equals_megatron_in_one_process(size, layout, flags, dataset, alone, tmp_path):
-    got, megatron = run(size, dataset, tmp_path / "log.jsonl", **layout), alone(flags)
+def test_equals_megatron_in_one_process(size, layout, flags, dataset, upstream, tmp_path):
+    got = run(size, dataset, tmp_path / "log.jsonl", **layout)
+    megatron = upstream(f"--eval-iters 1 --eval-interval 1 {flags}")
     compare(got, megatron)
     assert got["evaluations"] == pytest.approx(megatron["evaluations"], rel=1e-5)
     assert got["tokens"] == pytest.approx(got["log"][1]["tokens"], abs=size)

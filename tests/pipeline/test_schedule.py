@@ -19,6 +19,19 @@ def test_a_schedule_prints_a_stage_a_line():
     assert str(Schedule(num_stages=1, micro_batches_per_rank=3, by_turns=True)) == "F0 F1 B0 F2 B1 B2"
 
 
+def test_a_stage_receives_what_its_neighbours_send():
+    """The first stage gets no input of the first chunk, nor the last one a gradient of the last chunk."""
+    every, ends = [0, 1, 0, 1, 2, 3, 2, 3], [0, 1, 2, 3]
+    interleaved = Schedule(num_stages=3, num_chunks=2, micro_batches_per_rank=4, group_size=4)
+    assert [interleaved.receive_order(stage) for stage in (0, 1, 2)] == [
+        ([0, 1, 2, 3], [0, 1, 2, 3] * 2), ([0, 1, 2, 3] * 2,) * 2, ([0, 1, 2, 3] * 2, [0, 1, 2, 3])
+    ]  # fmt: skip
+    grouped = Schedule(num_stages=2, num_chunks=2, micro_batches_per_rank=4, group_size=2)
+    assert [grouped.receive_order(stage) for stage in (0, 1)] == [(ends, every), (every, ends)]
+    plain = Schedule(num_stages=2, micro_batches_per_rank=3)
+    assert [plain.receive_order(stage) for stage in (0, 1)] == [([], [0, 1, 2]), ([0, 1, 2], [])]
+
+
 def test_refuses_what_upstream_refuses():
     with pytest.raises(ValueError, match="2 stages, 1 chunks, 0 micro-batches; give one of each"):
         Schedule(num_stages=2, micro_batches_per_rank=0)
