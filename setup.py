@@ -1,10 +1,15 @@
 """Builds the cores of planning, which are in C++."""
 
 import glob
+import sys
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 from setuptools.command.build_py import build_py
+
+# pip 23 tries older and older releases of numpy for minutes before it looks at requires-python.
+if sys.version_info < (3, 12):  # noqa: UP036
+    sys.exit(f"megatron_wlb needs Python 3.12 or newer, and this is {sys.version.split()[0]}; install with a newer one")
 
 
 class BuildNative(build_ext):

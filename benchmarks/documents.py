@@ -3,7 +3,8 @@
     python -m benchmarks.documents [--quick] [--check]
 
 Documents have the lengths of a profile of `megatron_wlb.plan.mock`. Both sides train the same windows in the same steps
-within an H100's memory, each with its fastest recomputation; the other side is Megatron with a ring per document. Each
+within an H100's memory, each with its fastest recomputation; the other side is Megatron with a ring per document, at
+its best micro-batch size. Each
 side has the shares of its steps in which it waits for the slowest rank, stage or micro-batch, and in which the exchange
 of K and V is exposed. Balance ends the first alone. Errors are standard errors over steps.
 Writes benchmarks/results/documents.json in some minutes.

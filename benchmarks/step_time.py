@@ -8,7 +8,8 @@ Schemes: Megatron as most runs have it, whose tokens attend across documents; Me
 the paper; and --wlb with a micro-batch for every window or as many as `--wlb-micro-batches auto` chooses, memory taken
 to be enough. Of the last: with a delay; with fewer layers on the last stage where `analyze` would try it; with
 `--wlb-cp-gradients model`; with twice the context-parallel ranks for half the data-parallel ones. `settings.memory` has
-both sides within an H100's memory, each with its fastest recomputation: none, modules, or the least number of layers.
+both sides within an H100's memory, each with its fastest recomputation: none, modules, or the least number of layers,
+and the ring at its best micro-batch size, as `analyze` predicts them by `flags_of` the case.
 
 Speed-ups are of tokens per second: ratios of the times of the same steps; with a delay, of times per work. Errors are
 standard errors of a ratio of means over steps. The limit spreads attention, linear layers, vocabulary, tensor-parallel
@@ -18,6 +19,7 @@ Writes benchmarks/results/step_time.json and docs/step_time.png in about a quart
 
 import itertools
 import math
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -31,7 +33,11 @@ from rich.progress import track
 from benchmarks import metrics, results
 from benchmarks.lengths import WINDOW, drawn, samples
 from benchmarks.results import Row
-from megatron_wlb.cli.analyze.report import ratio_of
+from megatron_wlb.cli.analyze.report import Steps, at_its_best, measure, ratio_of, speedup
+from megatron_wlb.cli.analyze.report import steps_of as steps_of_report
+from megatron_wlb.cli.analyze.setup import Setup
+from megatron_wlb.cli.job import add_job_flags, run_of
+from megatron_wlb.cli.main import Parser
 from megatron_wlb.describe.alternatives import gib, relieved
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
@@ -46,7 +52,7 @@ from megatron_wlb.plan.micro_batches import predictions, recomputed
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate.memory import DEVICE_SHARE, weight_bytes
+from megatron_wlb.simulate.memory import DEVICE_SHARE, one_document, step_peak_bytes, weight_bytes
 from megatron_wlb.simulate.recompute import ways
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step
 
@@ -82,6 +88,14 @@ LAYOUTS = {
     "34B CP4 PP2": ("codellama-34b", {"tp": 8, "cp": 4, "pp": 2}),
     "34B CP32": ("codellama-34b", {"tp": 8, "cp": 32}),
     "Qwen3-30B-A3B PP2": ("qwen3-30b-a3b", {"tp": 2, "cp": 4, "pp": 2, "vpp": 12, "ep": 8, "etp": 1}),
+}
+_FLAGS = {
+    "tp": "tensor-model-parallel-size",
+    "cp": "context-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "vpp": "num-virtual-stages-per-pipeline-rank",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
 }
 """Model and layout. PP4 are the jobs of scripts/slurm, and 7B with fewer virtual stages."""
 _WIDE = ("7B CP8", "8B CP8", "34B CP8")
@@ -126,6 +140,8 @@ ACROSS, RING, OURS, DELAY, WIDER = (
     "ours, delay",
     "ours, twice the CP",
 )
+WAITING = ("cp_wait", "ep_wait", "dp_wait", "imbalance")
+"""Parts of a step for the slowest rank, stage or micro-batch."""
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
@@ -155,6 +171,17 @@ def samples_of(case: Case, profile: str = "F2") -> Samples:
     return samples(drawn(profile, 400_000, 0, case.window), case.window)
 
 
+def flags_of(case: Case, recompute: str, profile: str = "F2") -> list[str]:
+    """Flags with which `megatron-wlb analyze` predicts a case in equal memory; `recompute` as flags."""
+    model, sizes = LAYOUTS[case.layout]
+    gpus, samples = job_of(case).parallel.num_gpus, case.windows * case.dp
+    flags = {"model": model, "seq-length": case.window, "global-batch-size": samples, "num-gpus": gpus}
+    flags |= {_FLAGS[name]: size for name, size in sizes.items()}
+    flags |= {"moe-token-dispatcher-type": "flex"} if "ep" in sizes else {}
+    words = ["--mock-data", "--wlb-mock-lengths", profile, "--tp-comm-overlap"]
+    return [*words, *(word for name, value in flags.items() for word in (f"--{name}", str(value))), *recompute.split()]
+
+
 def schemes(case: Case, data: Samples) -> Iterator[tuple[str, Job]]:
     """The schemes of a case, by name; the ring comes before what is compared with it."""
 
@@ -178,7 +205,7 @@ def schemes(case: Case, data: Samples) -> Iterator[tuple[str, Job]]:
         yield WIDER, auto(wider=2)
 
 
-class Measured(NamedTuple):
+class Totals(NamedTuple):
     """Of some steps of a job: float64 [steps] each, in us and in work, or tokens if tokens attend across documents."""
 
     time: np.ndarray
@@ -186,13 +213,11 @@ class Measured(NamedTuple):
     work: np.ndarray
     exchange: float
     """Share of the time."""
-    waiting: float
-    """For the slowest rank, stage or micro-batch, the same."""
     late_steps: float
 
 
-def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Measured:
-    packer, times, summaries, exchange, waiting = Packer(data, job), [], [], 0.0, 0.0
+def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Totals:
+    packer, times, summaries, exchange = Packer(data, job), [], [], 0.0
     for _ in range(WARM_UP if job.packing.delays else 0):
         packer.next()
     for _ in range(steps):
@@ -204,14 +229,13 @@ def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Me
         times.append((step.time, limit_time(step), float(work)))
         parts = breakdown(step)
         exchange += parts.exchange
-        waiting += parts.cp_wait + parts.ep_wait + parts.dp_wait + parts.imbalance
         summaries.append(metrics.measure(batch, packed.step, job))
     time, limit, work = np.array(times).T
     late = metrics.summarise(summaries, skip=0)["late_steps"]
-    return Measured(time, limit, work, exchange / time.sum(), waiting / time.sum(), late)
+    return Totals(time, limit, work, exchange / time.sum(), late)
 
 
-def over(ring: Measured, other: Measured, *, same_steps: bool) -> tuple[float, float]:
+def over(ring: Totals, other: Totals, *, same_steps: bool) -> tuple[float, float]:
     """Tokens per second over the ring's, and the standard error.
 
     Both train the same tokens in the long run; in other steps, what they train has other work.
@@ -225,7 +249,7 @@ def over(ring: Measured, other: Measured, *, same_steps: bool) -> tuple[float, f
 def rows_of(case: Case, steps: int) -> list[Row]:
     """A row for every scheme."""
     data, rows = samples_of(case), list[Row]()
-    found: dict[str, Measured] = {}
+    found: dict[str, Totals] = {}
     for scheme, job in schemes(case, data):
         found[scheme] = of = measured(job, data, steps, across=scheme == ACROSS)
         row = case._asdict() | {"scheme": scheme, "N": job.global_batch_size, "micro_batches": job.num_micro_batches}
@@ -242,22 +266,39 @@ def rows_of(case: Case, steps: int) -> list[Row]:
     return rows
 
 
-def remembered(case: Case, steps: int, profile: str = "F2") -> Row:
-    """Both sides with their fastest recomputation within an H100's memory, and the speed-up over the ring."""
+def remembered(case: Case, steps: int | None = None, profile: str = "F2") -> Row:
+    """Both sides with their fastest recomputation within an H100's memory, and the speed-up over the ring.
+
+    As `analyze` predicts them, Megatron at its best micro-batch size; `steps` as of --steps.
+    """
     data, free = samples_of(case, profile), job_of(case)
     device = DEVICE_SHARE * free.profile.memory_gib * 2**30
     rings = (without_wlb(job_of(case, recompute=way)) for way in ways(free))  # the fastest first
     ring = next(each for each in rings if gib(each) * 2**30 <= device)
     budget = device - weight_bytes(free)
     ours, *_ = recomputed(free, partial(job_of, case, budget_bytes=budget), data, budget)
-    theirs, mine = measured(ring, data, steps), measured(ours.job, data, steps)
-    ratio, error = over(theirs, mine, same_steps=True)
+    theirs, mine = (_setup(case, job.recompute.flags, profile) for job in (ring, ours.job))
+    of = steps_of_report(mine.job) if steps is None else Steps(steps, steps)
+    alone, _ = at_its_best(theirs.without_wlb(), theirs.run.budget or 0.0, Steps(few := min(of.simulated, 8), few))
+    found = {"megatron": measure(alone, of), "wlb": measure(mine.with_wlb(mine.job), of)}
+    ratio, error = speedup(found["wlb"], found["megatron"])
     row = case._asdict() | {f"over {RING}": ratio, f"over {RING}, error": error}
-    for name, job, of in (("megatron", ring, theirs), ("wlb", ours.job, mine)):
-        row[name] = {"recompute": job.recompute.flags, "gib": gib(job), "ms": of.time.mean() / 1e3}
-        row[name] |= {"exchange": of.exchange, "waiting": of.waiting}
-    row["wlb"] |= {"micro_batches": ours.job.num_micro_batches, "max_tokens": ours.job.max_tokens}
+    for name, each in found.items():
+        scheme, parts = each.scheme, each.parts_ms
+        gibs = (weight_bytes(scheme.job) + scheme.activation_bytes()) / 2**30
+        waiting = sum(parts[part] for part in WAITING)
+        row[name] = {"recompute": scheme.job.recompute.flags, "micro_batches": scheme.num_micro_batches}
+        row[name] |= {"max_tokens": scheme.longest_tokens, "gib": gibs, "ms": each.step_ms}
+        row[name] |= {"exchange": parts["exchange"] / each.step_ms, "waiting": waiting / each.step_ms}
+    row["megatron"]["micro_batch_size"] = alone.micro_batch_size
     return row
+
+
+def _setup(case: Case, recompute: str, profile: str) -> Setup:
+    parser = Parser()
+    add_job_flags(parser)
+    own, flags, launched = parser.divide(flags_of(case, recompute, profile))
+    return Setup(run_of(parser.parse_args(own, Namespace(flags=flags, launched=launched))))
 
 
 def steps_of(case: Case) -> int:
@@ -328,11 +369,17 @@ def draw(folder: Path) -> Path:
             style = {"color": color, "edgecolor": "white", "linewidth": 0.3, "label": None if stage else word}
             axes.broken_barh(list(zip(begins, ends - begins, strict=True)), (stage - 0.4, 0.8), **style)
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set(yticks=stages, yticklabels=[f"stage {stage}" for stage in stages], xlim=(0, None))
+        (shards,), job = step.shards, step.job
+        rows = np.array([plan.lengths.sum() for plan in shards]) / job.parallel.cp
+        peaks = [step_peak_bytes(job, stage, rows, [one_document(job)] * len(rows)) / 2**30 for stage in stages]
+        labels = [f"stage {stage}: {peak:.0f} GiB" for stage, peak in zip(stages, peaks, strict=True)]
+        axes.set(yticks=stages, yticklabels=labels, xlim=(0, None))
         axes.invert_yaxis()
         of_limit = f"{title}: {100 * limit / step.time:.0f} % of the speed without idle time"
         axes.set_title(of_limit, loc="left", fontsize=10)
-    drawn[-1].set_xlabel("time; 1: the same work if no GPU ever waited (white: idle)")
+    drawn[-1].set_xlabel(
+        "time; 1: the same work if no GPU ever waited (white: idle). GiB: activations of a GPU at their peak, predicted"
+    )
     drawn[0].legend(loc="upper right", ncols=2, fontsize=8, bbox_to_anchor=(1, 1.3), frameon=False)
     return results.save(figure, "step_time", folder)
 
@@ -344,7 +391,7 @@ def main() -> None:
     for case in track(QUICK if args.quick else CASES, "simulating", console=Console(stderr=True)):
         rows += rows_of(case, QUICK_STEPS if args.quick else steps_of(case))
     for case in track(QUICK[1:] if args.quick else REMEMBERED, "in equal memory", console=Console(stderr=True)):
-        memory.append(remembered(case, QUICK_STEPS if args.quick else steps_of(case)))
+        memory.append(remembered(case, QUICK_STEPS if args.quick else None))
     results.show(rows)
     results.show(memory, title="within an H100's memory")
     settings = {"data": "F2", "profile": DEFAULT_PROFILE, "windows": WINDOWS, "steps": STEPS, "memory": memory}

@@ -5,7 +5,9 @@ import itertools
 import json
 import math
 import re
+import shlex
 import statistics
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from benchmarks.convergence_report import page
 from benchmarks.dynamic_cp import PROFILES as GPUS
 from benchmarks.paper import report
 from benchmarks.results import Row
-from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER, Case
+from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER, Case, flags_of
 from megatron_wlb.adapter.upstream.versions import SUPPORTED
 from megatron_wlb.cli.analyze.report import CLOSE
 from megatron_wlb.describe.adapt import ADAPTATIONS, said
@@ -44,15 +46,19 @@ def pages() -> dict[Path, str]:
         ("docs/training", "set", changed(priced=False)),
         ("docs/training", "switched off", changed(priced=True)),
         ("docs/training", "refused", refused()),
+        ("README", "command", f"\n{_command(_result('step_time')['settings']['memory'][0])}\n"),
         ("docs/performance", "equal memory", equal_memory()),
         ("docs/performance", "documents", documents()),
         ("docs/performance", "published", published(by_publication=False)),
         ("docs/analyze", "profiles", profiles()),
         ("docs/convergence", "results", convergence()),
+        (tables, "commands", commands()),
+        (tables, "closed", closed_batches()),
         (tables, "recipes", recipes()),
         (tables, "limit", limit()),
         (tables, "goals", goals()),
         (tables, "publications", published(by_publication=True)),
+        (tables, "left out", left_out()),
         (tables, "attention", cp_attention()),
         (tables, "rows", cp_rows()),
         (tables, "layers", cp_layers()),
@@ -106,7 +112,7 @@ def versions() -> str:
         [
             [
                 "megatron-core",
-                ", ".join([*older, pinned["megatron-core"]]),
+                f"{', '.join([*older, pinned['megatron-core']])}; main of August 2026 by hand",
                 f"{releases}, main ({newest})",
                 "others, dev",
             ],
@@ -128,7 +134,7 @@ def versions() -> str:
                 "-",
                 f"older than {project['requires-python'][2:]}; training with {planning}, by upstream's flags",
             ],
-            ["Megatron-Bridge", f"{bridge}, by hand", "0.7, by its source", "with a megatron-core before 0.19"],
+            ["Megatron-Bridge", bridge, "0.7, by its source", "with a megatron-core before 0.19"],
         ],
     )
 
@@ -169,6 +175,20 @@ def equal_memory() -> str:
     return _table(
         ["tokens per second over Megatron's, the same tokens in every step, in equal memory", "`--wlb`"], lines
     )
+
+
+def commands() -> str:
+    """Commands that repeat the rows of `equal_memory`."""
+    return "".join(f"\n{_job(row)}:\n\n{_command(row)}" for row in _result("step_time")["settings"]["memory"]) + "\n"
+
+
+def _command(row: Row) -> str:
+    """The command that predicts a row, as code of at most 120 columns."""
+    words = shlex.join(flags_of(Case(*_case(row)), row["wlb"]["recompute"])).replace(" --", "\n--").split("\n")
+    lines = textwrap.wrap(
+        "megatron-wlb analyze " + " ".join(word.replace(" ", "\0") for word in words), 112, break_on_hyphens=False
+    )
+    return "    " + " \\\n        ".join(lines).replace("\0", " ") + "\n"
 
 
 def documents() -> str:
@@ -227,6 +247,22 @@ def _recomputed(flags: str) -> str:
     return f"{layers[1]} layers a virtual stage" if layers else ""
 
 
+def closed_batches() -> str:
+    """Speed of `balance` over the split of each loop, by sequences, and over Megatron-Bridge's packed rows."""
+    loops: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in _result("closed_batches")["rows"]:
+        if (faster := row.get("balance_is_faster")) is not None and not row["who"].startswith("balance"):
+            key = str(row["data"]), f"{row['longest'] >> 10}K", str(row["who"])
+            loops.setdefault(key, {})[row["layout"]] = faster
+    tables = []
+    for of_rows in (False, True):
+        shown = {key: each for key, each in loops.items() if ("Bridge" in key[2]) is of_rows}
+        layouts = list(dict.fromkeys(layout for each in shown.values() for layout in each))
+        lines = [[*key, *(f"{each[layout]:.2f}" for layout in layouts)] for key, each in shown.items()]
+        tables.append(_table(["sequences", "up to", "split of", *layouts], lines))
+    return "".join(tables)
+
+
 def limit() -> str:
     """Shares of the limit that a step reaches on F2, and tokens per second over Megatron, by case and scheme."""
     shown = [ACROSS, RING, "paper", "ours, M = N", OURS]
@@ -263,6 +299,18 @@ def published(*, by_publication: bool) -> str:
     off = sum(abs(math.log(row["ratio"])) > OFF for row in rows)
     left = f"{len(settings['not_predicted'])} publications are not predicted; the file has the reasons."
     return f"{table}{off} numbers are more than 15 % off. {left}\n\n"
+
+
+def left_out() -> str:
+    """Errors of mixtures of experts by constants that are fitted to other groups, and the ranges of these."""
+    lines = []
+    for each in _result("published")["settings"]["left_out"]:
+        errors = [f"{100 * each[f'{name}_error']:.0f} %" for name in ("median", "p90")]
+        shown = ([f"{value:.{0 if value >= 10 else 2}f}" for value in of] for of in each["constants"].values())
+        ranges = [" to ".join(dict.fromkeys(of)) for of in shown]
+        lines.append([each["left_out"], str(each["groups"]), *errors, *ranges])
+    names = _result("published")["settings"]["left_out"][0]["constants"]
+    return _table(["left out", "groups", "median error", "p90", *names], lines)
 
 
 def cp_attention() -> str:

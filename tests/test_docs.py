@@ -181,6 +181,32 @@ def test_the_table_of_an_h100_shows_the_results():
     assert f"take {' and '.join(f'{each:.2f}' for each in halves)} times" in table
 
 
+def test_the_state_on_the_first_page_shows_the_results():
+    page = " ".join((ROOT / "README.md").read_text().split())
+    (measured,) = re.findall(r"\| \*\*measured\*\*: \[([\d.]+) of Megatron's\]", page)
+    large = [row for row in result("training_h100")["rows"] if not row["job"].startswith("tiny")]
+    _, two_windows, ours, _ = large
+    assert measured == f"{ours['over_megatron']:.3f}"
+    assert (
+        f"differ by {_short(ours['loss_difference'])}, and by {_short(two_windows['loss_difference'])} between" in page
+    )
+    rows = result("end_to_end_cpu")["rows"]
+    for pattern, values in {
+        r"\[([\d.]+) to ([\d.]+) times\]": [row["speedup"] for row in rows if row["method"] == "--wlb"],
+        r"of ([\d.]+) to ([\d.]+) possible": [row["attainable"] for row in rows if row["method"] == "plain"],
+        r"Predicted: ([\d.]+) to ([\d.]+) times": [row["over ring per document"] for row in _memory()],
+    }.items():
+        assert re.findall(pattern, page) == [(f"{min(values):.2f}", f"{max(values):.2f}")], pattern
+
+
+def _short(value):
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def _memory():
+    return result("step_time")["settings"]["memory"]
+
+
 def test_the_tables_of_two_cores_show_the_results():
     step_ms = {timing["what"]: timing["median_ms"] for timing in result("packing")["settings"]["timings"]}
     selection = result("cp_balance")["settings"]["selection"]
@@ -201,24 +227,6 @@ def test_the_tables_of_two_cores_show_the_results():
         of = (plain, "attainable"), (plain, "imbalance"), (trained, "imbalance")
         assert cells == [faster, *(" / ".join(f"{row[name]:.2f}" for row in some) for some, name in of)]
         assert all(row["speedup"] + row["speedup_error"] >= 1 for row in trained)
-
-
-def test_the_tables_of_the_same_step_show_the_results():
-    """Of the page on performance, where memory is enough: what does not wait, waits, or has another layout."""
-    page = (ROOT / "docs" / "performance.md").read_text()
-    rows = {
-        (r["layout"], r["dp"], r["windows"], r["scheme"]): r
-        for r in result("step_time")["rows"]
-        if r["window"] <= 1 << 17
-    }
-    section = page.split("## The same step, predicted")[1].split("\n## ")[0]
-    table = re.findall(r"^\| (\w+ .*?), (\d[\d /]*)(?: of 64K)? \| (.*) \|$", section, re.MULTILINE)
-    assert len(table) == 11
-    for job, windows, cells in table:
-        layout, _, dp = job.replace(", 9 virtual stages", "").replace("405B PP14", "405B PP14, VPP 9").partition(" DP")
-        for cell, scheme in zip(cells.split("|"), ("ours, auto", "ours, delay", "ours, twice the CP"), strict=True):
-            of = (rows[layout, int(dp or 1), int(n), scheme] for n in windows.split("/")) if cell.strip() else ()
-            assert cell.strip() == " / ".join(f"{row['over ring per document']:.2f}" for row in of), (job, scheme)
 
 
 def test_the_start_of_a_run_says_how_far_balancing_losses_are():

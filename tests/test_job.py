@@ -1,13 +1,11 @@
 """Settings become the description of a job: defaults, S_max within memory, sizes that contradict each other, JSON."""
 
 import argparse
-import itertools
 import json
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from megatron.core.parallel_state import RankGenerator
 
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import Versions, load_profile
@@ -212,20 +210,17 @@ def test_experts_are_a_part_of_the_crossover():
     assert replace(dense, model=replace(model, gated_linear_unit=False)).pooled_crossover_tokens == (1 << 20) * 2 // 3
 
 
-def test_ranks_that_divide_experts_are_those_of_upstreams_groups():
-    """Data-parallel ranks that a chain of upstream's expert groups connects, of ranks in its default order."""
-    for tp, cp, dp, ep, etp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4, 6), (1, 2, 3, 4, 8), (None, 1, 2)):
-        expert_tp = etp or tp
-        if tp * cp * dp % (ep * expert_tp):
-            with pytest.raises(ValueError, match="do not divide"):
-                Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
-            continue
-        sizes = {"tp": expert_tp, "ep": ep, "dp": tp * cp * dp // (ep * expert_tp), "pp": 2, "cp": 1}
-        groups = RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks("tp-ep")
-        replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).pooling_ranks
-        together = [{rank // (tp * cp) for rank in group} for group in groups]
-        for i in range(2 * dp):
-            meets = {i}
-            for _ in range(dp):
-                meets = meets.union(*(each for each in together if each & meets))
-            assert meets == set(range(i // replicas * replicas, (i // replicas + 1) * replicas))
+@pytest.mark.parametrize("stages_before_dp", [False, True])
+def test_ranks_are_numbered_once_and_stages_are_a_stride_apart(stages_before_dp):
+    p = Parallel(tp=2, cp=3, pp=4, dp=5, stages_before_dp=stages_before_dp)
+    number = {(s, d, c, t): p.rank(s, d, c, t) for s, d, c, t in np.ndindex(4, 5, 3, 2)}
+    assert sorted(number.values()) == list(range(p.num_gpus))
+    for (stage, dp, cp, tp), rank in number.items():
+        assert rank - number[0, dp, cp, tp] == stage * p.stage_stride
+        assert rank - number[stage, dp, 0, 0] == 2 * cp + tp
+
+
+def test_ranks_of_a_stage_that_do_not_divide_weights_have_copies():
+    for tp, cp, dp, ep, etp in ((4, 2, 3, 2, 1), (4, 2, 4, 8, None), (2, 1, 4, 4, 2), (1, 2, 4, 1, None)):
+        p, ranks = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp), tp * cp * dp
+        assert p.copies == (ranks // tp, ranks // (ep * (etp or tp)))

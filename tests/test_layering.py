@@ -40,6 +40,8 @@ EXTRAS = {
 """What only some runs need: others import it inside functions alone."""
 IN_FUNCTIONS = {"cli": ("torch", "adapter", "runtime")}
 """What a room may import inside functions alone, since most of its commands run without."""
+PLANNING = "hardware pipeline layers cost sharding packing simulate plan describe cli".split()
+"""Rooms whose tests are collected without torch and megatron; `tests/upstream` compares them with upstream."""
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -131,6 +133,7 @@ def test_what_is_imported_is_declared_with_a_version():
 def test_planning_runs_where_torch_and_megatron_are_blocked():
     framed = {*FRAMEWORKS["torch"], *FRAMEWORKS["megatron"], "run", "__main__"}
     names = [name for name in MODULES if room(name) not in framed]
+    names += [f"tests.{room}.{path.stem}" for room in PLANNING for path in (ROOT / "tests" / room).glob("*.py")]
     code = (
         "import importlib, sys\n"
         f"for name in {[*FRAMEWORKS]!r}: sys.modules[name] = None\n"

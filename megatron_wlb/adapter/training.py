@@ -46,7 +46,8 @@ from megatron_wlb.runtime.backends import choose_backend, get_backend
 class Training:
     """A run, made before any process group exists. Raises ValueError on bad input."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, said: Sequence[str] = ()) -> None:
+        """`said`: lines that are printed before the first step."""
         self._args, gpu = args, torch.cuda.is_available()
         if gpu:
             torch.cuda.set_device(args.local_rank)  # upstream sets it later, after backends are tested
@@ -76,7 +77,7 @@ class Training:
 
             self._tiles = Tiles(job.tiles, job.parallel.tp)
         self._plans: Plans
-        self._report = Report(args, self._run.run_settings)
+        self._report = Report(args, self._run.run_settings, said)
         self._splits: dict[str, SplitData] = {}
         self._readings: dict[str, Reading] = {}
         self._batches: dict[str, tuple[Iterator[Batch], ...]] = {}
@@ -170,7 +171,7 @@ class Training:
         self._report.begin(self._job, self._plans, tried, lambda: self._digest.part)
 
     def batches(self) -> dict[str, Iterator[Batch] | None]:
-        """Return this rank's endless batches of every split, None for one that does not run; prints what is trained."""
+        """Return this rank's endless batches of every split, None for one that does not run."""
         found = {split: self._load(split) for split in self._splits}
         if "train" in self._splits:
             self._report.start(self._splits["train"], self._backend, self._run)

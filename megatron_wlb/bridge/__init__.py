@@ -24,7 +24,7 @@ from megatron.bridge.training import finetune as finetuning
 from megatron.bridge.training import pretrain as bridge
 from megatron.bridge.training.callbacks import Callback, normalize_callbacks
 from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, GPTFIMDatasetConfig
-from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe, print_rank_0
+from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -58,7 +58,8 @@ def pretrain(config: ConfigContainer, callbacks: Any = None, **settings: Any) ->
     """Train as Bridge's `pretrain()`, with our data, forward step, loss and attention instead of its.
 
     Args:
-        config: of a GPT pre-trained on .bin/.idx datasets; fields that must be otherwise are set, and printed.
+        config: of a GPT pre-trained on .bin/.idx datasets; fields that must be otherwise are set, and named before the
+            first step.
         callbacks: as Bridge's.
         settings: flags of the plugin without `--wlb-`, such as `max_tokens=40960`.
 
@@ -133,7 +134,8 @@ class _Run(Callback):  # type: ignore[misc]
     def _configured(self, original: Any) -> Any:
         def runtime_config_update(cfg: ConfigContainer) -> None:
             cfg.set_data_parallel_size()
-            self._wlb |= _set(cfg, Namespace(**arguments(cfg, cfg.comm_overlap) | self._wlb))
+            added, self._said = _set(cfg, Namespace(**arguments(cfg, cfg.comm_overlap) | self._wlb))
+            self._wlb |= added
             original(cfg)
             self._args = Namespace(**arguments(cfg) | self._wlb)
             try:
@@ -150,7 +152,7 @@ class _Run(Callback):  # type: ignore[misc]
                 multiple, tp = model.make_vocab_size_divisible_by, model.tensor_model_parallel_size
                 padded = calculate_padded_vocab_size(padded, multiple, tp)
             self._args.padded_vocab_size = padded
-            self._training = Training(self._args)
+            self._training = Training(self._args, self._said)
             self._training.writes_to(lambda: (self._state.tensorboard_logger, self._state.wandb_logger))
             _check_attention(model)
             # What `configure` wants of upstream's model config; a provider is its own transformer config.
@@ -311,8 +313,11 @@ def _others_of_rows(dataset: GPTSFTDatasetConfig, train: Any, wlb: dict[str, Any
     }
 
 
-def _set(config: ConfigContainer, args: Namespace) -> dict[str, Any]:
-    """Set what must be so, and print it; `args` are `arguments` of the configs. Returns what `adapt` adds to them."""
+def _set(config: ConfigContainer, args: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Set what must be so; `args` are `arguments` of the configs.
+
+    Returns what `adapt` adds to them, and the lines that say what is set.
+    """
     default = args.attention_dropout == TransformerConfig.attention_dropout
     before = dict(vars(args))
     changes = adapt(args, () if default else ("attention_dropout",))
@@ -327,8 +332,7 @@ def _set(config: ConfigContainer, args: Namespace) -> dict[str, Any]:
         for owner in (*_parts(config), config.comm_overlap):
             if hasattr(owner, field):
                 setattr(owner, field, vars(args)[name])
-    print_rank_0("\n".join(changes.lines()))
-    return {name: value for name, value in vars(args).items() if name not in before}
+    return {name: value for name, value in vars(args).items() if name not in before}, changes.lines()
 
 
 def _parts(config: ConfigContainer) -> list[Any]:

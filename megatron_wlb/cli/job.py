@@ -123,7 +123,8 @@ def run_of(args: argparse.Namespace) -> Run:
     if typed.keys() & DATA:  # in the place of the run's, which may be given otherwise
         run = {name: value for name, value in run.items() if name not in DATA}
     launched = launched._replace(stated=run | typed)
-    stated = {"world_size": launched.world_size} | launched.stated
+    experts = {"num_experts": MODELS[args.model].num_experts or None} if args.model else {}
+    stated = {"world_size": launched.world_size} | experts | launched.stated
     if launched.is_log:
         anew = ["num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"]
         if typed.keys() & {*anew, "pipeline_model_parallel_layout"}:

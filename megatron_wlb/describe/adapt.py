@@ -76,8 +76,8 @@ ADAPTATIONS = (
 class Changes(NamedTuple):
     """What `adapt` changed."""
 
-    same: str
-    """See `same.said`."""
+    differs: list[str]
+    """See `same.differences`."""
     set: list[str]
     """Lines of what neither results nor speed depend on: the flag and the reason."""
     priced: list[str]
@@ -85,9 +85,11 @@ class Changes(NamedTuple):
 
     def lines(self) -> list[str]:
         """Return what a run with these changes prints."""
-        lines = [self.same, *(f"sets {line}" for line in self.set)]
+        but = ", but for these differences" * bool(self.differs)
+        lines = [*(f"differs: {line}" for line in self.differs), *(f"sets {line}" for line in self.set)]
         lines += [f"without {line[3:]}" if line.startswith("no ") else f"sets {line}" for line in self.priced]
-        return [f"> wlb: {line}" for line in lines]
+        same = f"> wlb is on: every step trains the same as without --wlb{but}"
+        return [same, *(f"> wlb: {line}" for line in lines)]
 
 
 def adapt(args: Namespace, given: Collection[str]) -> Changes:
@@ -96,7 +98,7 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
     Call this before `refusals.check`, which then refuses what is left. Raises ValueError with all changes for
     `--wlb-strict`.
     """
-    changes = Changes(same.said(args), [], [])
+    changes = Changes(same.differences(args), [], [])
     # What the loss of a run without --wlb depends on; a second call changes nothing of it.
     windows = args.micro_batch_size or 1
     before_wlb = {

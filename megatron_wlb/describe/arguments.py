@@ -27,6 +27,7 @@ SWITCHED_OFF = {
 FLAGS = {
     "fp4": "fp4-format",
     "fp8": "fp8-format",
+    "logit_dtype": "output-logit-dtype",
     "microbatch_group_size_per_vp_stage": "microbatch-group-size-per-virtual-pipeline-stage",
     "overlap_p2p_comm_warmup_flush": "overlap-p2p-communication-warmup-flush",
     "world_size": "num-gpus",
@@ -133,6 +134,7 @@ _Ranks = Annotated[int, Meta(ge=1, le=1 << 17)]
 _Words = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
 _LayersOrNone = Annotated[int, Meta(ge=0, le=1 << 12)]
+_Dtype = Annotated[str, Meta(pattern=r"^(fp32|fp16|bf16|fp8|torch\.(float32|float16|bfloat16|uint8))$")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +259,14 @@ class MegatronArguments:
     )
     optimizer: str = "adam"
     use_precision_aware_optimizer: bool = False
+    main_grads_dtype: _Dtype = "fp32"
+    main_params_dtype: _Dtype = "fp32"
+    exp_avg_dtype: _Dtype = "fp32"
+    exp_avg_sq_dtype: _Dtype = "fp32"
+    accumulate_allreduce_grads_in_fp32: bool = False
+    grad_reduce_in_bf16: bool = False
+    optimizer_cpu_offload: bool = _row(False, Simulated((False,)))
+    optimizer_offload_fraction: Annotated[float, Meta(ge=0, le=1)] = 1.0
     use_distributed_optimizer: bool = False
     untie_embeddings_and_output_weights: bool = False
     hidden_dropout: float = _row(0.1, Differs("hidden dropout draws other numbers", _is_not(0)))
@@ -285,6 +295,8 @@ class MegatronArguments:
                 value = str(value)  # --split 1
             if isinstance(value, str) and "tuple[str, ...]" in str(f.type):
                 value = value.split()
+            if f.name.endswith("_dtype"):
+                value = str(value)  # upstream parses them
             if f.name in ("cuda_graph_modules", "cuda_graph_scope"):
                 value = [getattr(each, "name", each) for each in value]  # upstream parses them to an enum
             try:
@@ -309,21 +321,23 @@ def _each(names: str, *verdicts: Verdict) -> dict[str, tuple[Verdict, ...]]:
 
 _SAME = {
     "transformer configuration": """activation_func_clamp_value activation_offload_fraction add_bias_linear
-    add_qkv_bias apply_query_key_layer_scaling apply_residual_connection_post_layernorm batch_invariant_mode
-    clone_scatter_output_in_embedding config_logger_dir cross_entropy_fusion_impl cross_entropy_loss_fusion
-    cuda_graph_warmup_steps defer_embedding_wgrad_compute delay_offload_until_cuda_graph delay_wgrad_compute
-    delta_offload_bytes_across_pp_ranks deterministic_mode disable_bf16_reduced_precision_matmul
+    add_qkv_bias apply_query_key_layer_scaling apply_residual_connection_post_layernorm batch_invariant_backend
+    batch_invariant_mode clone_scatter_output_in_embedding config_logger_dir cross_entropy_fusion_impl
+    cross_entropy_loss_fusion cuda_graph_warmup_steps defer_embedding_wgrad_compute delay_offload_until_cuda_graph
+    delay_wgrad_compute delta_offload_bytes_across_pp_ranks deterministic_mode disable_bf16_reduced_precision_matmul
     distribute_saved_activations dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
     dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
     dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk dsa_indexer_topk_freq
     dsa_indexer_use_sparse_loss dsa_kernel_backend embedding_init_method_std ep_overlap_early_attn_memory_release
     fine_grained_offloading_max_inflight_offloads first_last_layers_bf16 flash_attention_version flash_decode
     fp32_residual_connection fp4_quantizer_factory fp4_recipe fp8_amax_compute_algo fp8_amax_history_len fp8_interval
-    fp8_margin fp8_output_proj fp8_quantizer_factory fp8_wgrad fused_residual_rmsnorm glu_linear_offset
+    fp8_margin fp8_output_proj fp8_quantizer_factory fp8_wgrad fused_residual_rmsnorm gdp_cutedsl_kernel
+    gdp_num_chunk_states_to_recompute gdp_num_householder glu_linear_offset gtp_remat_opt_in_modules+
     high_priority_a2a_comm_stream inference_disable_triton_nvls_kernels inference_fuse_tp_communication
     inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
     init_method_std init_model_with_meta_device kitchen_attention_backend layernorm_epsilon
-    layernorm_zero_centered_gamma linear_conv_kernel_dim max_seqlen_per_dp_cp_rank min_offloaded_tensor_size
+    layernorm_zero_centered_gamma linear_conv_kernel_dim max_seqlen_per_dp_cp_rank mhc_init_gating_factor
+    mhc_num_residual_streams mhc_recompute_layer_num mhc_sinkhorn_iterations min_offloaded_tensor_size
     mlp_chunks_for_prefill mlp_chunks_for_training moe_apply_probs_on_input moe_deepep_num_sms moe_enable_deepep
     moe_enable_routing_replay moe_expert_rank_capacity_factor moe_flex_dispatcher_num_sms moe_grouped_gemm
     moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
@@ -332,19 +346,19 @@ _SAME = {
     moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size
     moe_per_layer_logging moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_bias_update_rate
     moe_router_dtype moe_router_enable_expert_bias moe_router_force_biased moe_router_force_load_balancing
-    moe_router_fusion moe_router_padding_for_fp8
-    moe_router_padding_for_quantization moe_router_pre_softmax moe_router_quantile_balancing_ema
-    moe_router_score_function moe_router_topk_scaling_factor moe_shared_expert_gate
+    moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_pre_softmax
+    moe_router_quantile_balancing_ema moe_router_score_function moe_router_topk_scaling_factor moe_shared_expert_gate
     moe_shared_expert_glu_interleave_size moe_shared_expert_overlap moe_single_grouped_bias moe_single_grouped_weight
-    moe_token_drop_policy moe_z_loss_coeff mrope_section+ mtp_detach_heads mtp_hybrid_override_pattern
-    mtp_loss_scaling_factor mtp_standalone mtp_use_repeated_layer mup_attn_scale_power mup_base_head_dim
-    mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult nccl_all_reduce_for_prefill normalization
-    num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 overlap_dispatch_backward_with_experts_wgrad
-    perform_initialization pipeline_model_parallel_comm_backend qk_clip_alpha qk_clip_threshold qk_l2_norm
-    rotary_interleaved softmax_type symmetric_ar_type tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad
-    tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs
-    use_cpu_initialization use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp
-    use_grouped_gemm_for_shared_expert use_mamba_mem_eff_path use_mup use_te_activation_func wgrad_deferral_limit""",
+    moe_token_drop_policy moe_use_grouped_tensor moe_z_loss_coeff mrope_section+ mtp_detach_heads
+    mtp_hybrid_override_pattern mtp_loss_scaling_factor mtp_standalone mtp_use_repeated_layer mup_attn_scale_power
+    mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult
+    nccl_all_reduce_for_prefill normalization num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
+    overlap_dispatch_backward_with_experts_wgrad perform_initialization pipeline_model_parallel_comm_backend
+    qk_clip_alpha qk_clip_threshold qk_l2_norm rotary_interleaved softmax_type symmetric_ar_type
+    tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_rs
+    tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs use_cpu_initialization use_fused_weighted_squared_relu
+    use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_mamba_mem_eff_path use_mup
+    use_te_activation_func wgrad_deferral_limit""",
     "network size": """add_position_embedding max_position_embeddings no_rope_freq openai_gelu quick_geglu
     relative_attention_max_distance relative_attention_num_buckets rope_scaling_factor rotary_base rotary_percent
     rotary_seq_len_interpolation_factor squared_relu use_rope_scaling use_rotary_position_embeddings yarn_beta_fast
@@ -352,14 +366,14 @@ _SAME = {
     decoder_num_layers onnx_safe""",
     "regularization": """adam_beta1 adam_beta2 adam_eps apply_wd_to_qk_layernorm clip_grad lion_beta1 lion_beta2
     muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_nesterov muon_num_ns_steps
-    muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode sgd_momentum weight_decay | muon_use_nesterov
-    no_weight_decay_cond_type""",
+    muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode muon_use_syrk sgd_momentum weight_decay |
+    muon_use_nesterov no_weight_decay_cond_type""",
     "profiling": """| memory_snapshot_path nvtx_ranges profile profile_ranks+ profile_step_end profile_step_start
     pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes
     record_memory_history record_shapes use_pytorch_profiler""",
     "training": """apply_rope_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion check_for_large_grads
     empty_unused_memory_level gradient_accumulation_fusion manual_gc manual_gc_interval no_persist_layer_norm
-    optimizer_cuda_graph optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params
+    optimizer_cuda_graph overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params
     rope_type tp_comm_overlap_cfg use_flash_attn use_torch_optimizer_for_cpu_offload | batch_size
     check_for_nan_in_loss_and_grad check_weight_hash_across_dp_replicas_interval checkpoint_activations
     decrease_batch_size_if_needed deprecated_use_mcore_models dump_param_to_param_group_map exit_duration_in_mins
@@ -368,14 +382,15 @@ _SAME = {
     use_legacy_models""",
     "rl": """| grpo_clamp_eps_lower grpo_clamp_eps_upper grpo_entropy_term_weight grpo_filter_groups_with_same_reward
     grpo_group_size grpo_iterations grpo_kl_beta grpo_prompts_per_step langrl_env_config refit_method
-    rl_consumption_granularity rl_default_temperature rl_default_top_k rl_default_top_p rl_generation_batch_size
-    rl_generation_lag rl_importance_sampling_truncation_coef rl_inference_expert_model_parallel_size
-    rl_inference_expert_tensor_model_parallel_size rl_inference_logprobs_is_correction
-    rl_inference_model_unified_memory_level rl_inference_parsers+ rl_inference_pipeline_model_parallel_size
-    rl_inference_tensor_model_parallel_size rl_kv_cache_management_mode rl_num_parallel_generation_batches
-    rl_num_parallel_generations rl_offload_inference_model_weights_when_idle rl_offload_optimizer_during_inference
-    rl_parallel_generation_tasks rl_partial_rollouts rl_persist_cuda_graphs rl_profile rl_profile_dir
-    rl_prompts_per_eval rl_sequence_packing_algo rl_sequence_packing_max_sequences_per_bin rl_skip_bos_token
+    rl_consumption_granularity rl_default_temperature rl_default_top_k rl_default_top_p rl_durable_rollout_bank
+    rl_generation_batch_size rl_generation_lag rl_importance_sampling_truncation_coef
+    rl_inference_expert_model_parallel_size rl_inference_expert_tensor_model_parallel_size
+    rl_inference_logprobs_is_correction rl_inference_model_unified_memory_level rl_inference_parsers+
+    rl_inference_pipeline_model_parallel_size rl_inference_tensor_model_parallel_size rl_kv_cache_management_mode
+    rl_max_inflight_requests rl_num_parallel_generation_batches rl_num_parallel_generations
+    rl_offload_inference_model_weights_when_idle rl_offload_optimizer_during_inference rl_parallel_generation_tasks
+    rl_partial_rollouts rl_persist_cuda_graphs rl_profile rl_profile_dir rl_prompts_per_eval rl_rollout_bank_dir
+    rl_rollout_bank_max_bytes rl_sequence_packing_algo rl_sequence_packing_max_sequences_per_bin rl_skip_bos_token
     rl_submission_granularity rl_training_cuda_graphs rl_verify_model_weights_swap""",
     "RNG and initialization": """inference_rng_tracker init_method_xavier_uniform te_rng_tracker |
     data_parallel_random_init""",
@@ -385,26 +400,29 @@ _SAME = {
     use_checkpoint_opt_param_scheduler warmup weight_decay_incr_style""",
     "checkpointing": """| async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm async_save
     auto_detect_ckpt_format ckpt_assume_constant_structure ckpt_convert_format ckpt_convert_save
-    ckpt_convert_update_legacy_dist_opt_format ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo
+    ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state ckpt_fully_parallel_load
+    ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_load_per_rank_objects
     ckpt_fully_parallel_load_process_group ckpt_fully_parallel_save ckpt_fully_parallel_save_deprecated
-    ckpt_fully_parallel_save_process_group ckpt_load_validate_sharding_integrity ckpt_step dist_ckpt_format_deprecated
-    dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness dist_ckpt_workers
-    distrib_optim_fully_reshardable_mem_efficient exit_on_missing_checkpoint finetune load load_main_params_from_ckpt
-    no_load_optim no_load_rng no_save_optim no_save_rng non_persistent_ckpt_type non_persistent_global_ckpt_dir
-    non_persistent_local_ckpt_algo non_persistent_local_ckpt_dir non_persistent_save_interval override_ckpt_iteration
-    pretrained_checkpoint replication replication_factor replication_jump save save_activations_interval
-    save_dgrads_interval save_interval save_params_interval save_retain_interval save_tokens_per_expert_interval
+    ckpt_fully_parallel_save_process_group ckpt_load_validate_sharding_integrity ckpt_pg_tensors_cache_create
+    ckpt_pg_tensors_cache_path ckpt_step dist_ckpt_format_deprecated dist_ckpt_optim_fully_reshardable
+    dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness dist_ckpt_workers distrib_optim_fully_reshardable_mem_efficient
+    exit_on_missing_checkpoint finetune load load_main_params_from_ckpt no_load_optim no_load_rng no_save_optim
+    no_save_rng non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_local_ckpt_algo
+    non_persistent_local_ckpt_dir non_persistent_save_interval override_ckpt_iteration pretrained_checkpoint
+    replication replication_factor replication_jump save save_activations_interval save_dgrads_interval save_interval
+    save_params_interval save_retain_interval save_tokenizer_assets save_tokens_per_expert_interval
     save_wgrads_interval stream_ckpt_dequant strict_fsdp_dtensor_load use_checkpoint_args use_dist_ckpt_deprecated
     use_mp_args_from_checkpoint_args use_persistent_ckpt_worker use_tokenizer_model_from_checkpoint_args
     verify_integrity""",
-    "mixed precision": """accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 fp16_lm_cross_entropy
-    grad_reduce_in_bf16 hysteresis initial_loss_scale loss_scale loss_scale_window mamba_training_ssm_states_dtype
+    "mixed precision": """attention_softmax_in_fp32 fp16_lm_cross_entropy
+    hysteresis initial_loss_scale loss_scale loss_scale_window mamba_training_ssm_states_dtype
     min_loss_scale reuse_grad_buf_for_mxfp8_param_ag""",
-    "distributed init": """align_grad_reduce align_param_gather create_all_gather_group
-    data_parallel_sharding_strategy ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw
-    ddp_reduce_scatter_with_fp32_accumulation disable_jit_fuser disable_symmetric_registration fsdp_double_buffer
-    fsdp_manual_registration gradient_reduce_div_fusion keep_fp8_transpose_cache nccl_ub outer_dp_sharding_strategy
-    overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step
+    "distributed init": """align_grad_reduce align_param_gather create_all_gather_group data_parallel_sharding_strategy
+    ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation
+    disable_jit_fuser disable_symmetric_registration fsdp_double_buffer fsdp_manual_registration
+    gradient_reduce_div_fusion gtp_expert_remat_nccl_ub gtp_remat_nccl_ub
+    gtp_remat_reduce_scatter_with_fp32_accumulation keep_fp8_transpose_cache megatron_fsdp_version nccl_ub
+    outer_dp_sharding_strategy overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step
     suggested_communication_unit_size torch_fsdp2_reshard_after_forward use_gloo_process_groups
     use_layer_wise_param_layout | ddp_param_name_patterns_for_fp32_local_accumulation+ distributed_backend
     distributed_timeout_minutes distributed_timeout_seconds_after_init enable_full_sharding_in_hsdp fake_process_group
@@ -418,13 +436,14 @@ _SAME = {
     dataloader_defer_npy_index_mmap dataloader_fast_cache_load decoder_seq_length fim_eod_token fim_fragment_rate
     fim_middle_token fim_no_prefix fim_pad_token fim_prefix_token fim_rate fim_split_sample fim_spm_rate
     fim_suffix_token mask_prob mid_level_dataset_surplus num_dataset_builder_threads object_storage_cache_path
-    per_dataset_sequences_path phase_transition_iterations sample_rate short_seq_prob test_data_path+ valid_data_path+
-    """,
-    "tokenizer": """| chat_template merge_file metadata_path null_tokenizer_eod_id null_tokenizer_pad_id
-    pad_vocab_size special_tokens tiktoken_num_special_tokens tiktoken_pattern tiktoken_special_tokens
+    per_dataset_sequences_path phase_transition_iterations sample_rate sft_mock_dataset_config_json short_seq_prob
+    test_data_path+ valid_data_path+ varlen_mock_dataset_config_json varlen_sbhd_validation""",
+    "tokenizer": """| chat_template merge_file metadata_path null_tokenizer_eod_id null_tokenizer_pad_id pad_vocab_size
+    special_tokens tiktoken_num_special_tokens tiktoken_pattern tiktoken_special_tokens
     tokenizer_hf_include_special_tokens tokenizer_hf_no_include_special_tokens tokenizer_hf_no_use_fast
     tokenizer_hf_use_fast tokenizer_metadata tokenizer_sentencepiece_ignore_extra_whitespaces
-    tokenizer_sentencepiece_legacy tokenizer_special_tokens+ trust_remote_code vocab_extra_ids vocab_file""",
+    tokenizer_sentencepiece_legacy tokenizer_special_tokens+ trust_remote_code use_gigatoken vocab_extra_ids
+    vocab_file""",
     "autoresume": "| adlr_autoresume adlr_autoresume_interval",
     "biencoder": """| bert_load biencoder_projection_dim biencoder_shared_query_context_model block_data_path
     embedding_path evidence_data_path ict_head_size ict_load indexer_batch_size indexer_log_interval
@@ -443,6 +462,7 @@ _SAME = {
     moe_routing_trace_dump_weights moe_routing_trace_max_training_iters moe_routing_trace_path tensorboard_dir
     tensorboard_log_interval tensorboard_queue_size timing_log_level timing_log_option wandb_entity wandb_exp_name
     wandb_project wandb_save_dir""",
+    "opentelemetry": "| otel_enabled otel_service_name otel_span_groups",
     "Logits Distillation": """| logits_load_decode_threads logits_load_ignore_errors logits_load_kd_loss_alpha
     logits_load_msc_prefetch_depth logits_load_prefetch_factor logits_save_dtype logits_save_top_k logits_save_top_p
     logits_save_top_p_min_k""",
@@ -467,8 +487,8 @@ _SAME = {
     inference_use_synchronous_zmq_collectives inference_wandb_logging max_tokens_to_oom num_speculative_tokens
     offset_sampling_seed_by_dp_rank output_bert_embeddings use_legacy_static_engine""",
     "Transformer-Engine": "fp4_param_gather fp8_param_gather | te_precision_config_file",
-    "experimental": """enable_experimental exp_avg_dtype exp_avg_sq_dtype fsdp_db_use_persist_buf_on_alloc_fail
-    main_grads_dtype main_params_dtype megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_grad_comm_dtype
+    "experimental": """enable_experimental fsdp_db_use_persist_buf_on_alloc_fail
+    megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_grad_comm_dtype
     megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype megatron_fsdp_max_pool_double_buffer | spec+""",
     "one logger": """| app_tag_run_name app_tag_run_version enable_one_logger one_logger_async one_logger_project
     one_logger_run_name""",
@@ -577,6 +597,15 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
     ),
     # experts
     **_each("moe_expert_capacity_factor moe_latent_size", Simulated((None,))),
+    **_each(
+        "moe_combine_bwd_dtype moe_dispatch_fwd_dtype",
+        Off(
+            "only ncclep sends mxfp8, and --wlb replaces it",
+            "rows of experts travel in bf16",
+            value="bf16",
+            when=_is("mxfp8"),
+        ),
+    ),
     **_each("moe_hybridep_pad_uneven_dispatch_inputs", SET),
     **_each("moe_layer_freq", Simulated((1,))),
     **_each(
@@ -592,7 +621,7 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
     **_each("hierarchical_context_parallel_sizes", Simulated((None,)), LIST),
     **_each("min_dynamic_context_parallel_size num_distributed_optimizer_instances", Simulated((1,))),
     **_each("offload_modules", TEXT, LIST),
-    **_each("offload_optimizer_states optimizer_cpu_offload", Simulated((False,))),
+    **_each("offload_optimizer_states", Simulated((False,))),
     **_each("overlap_p2p_comm_warmup_flush", Read(bool)),
     **_each("use_ring_exchange_p2p", Off(ONE_SIZE, "stages exchange by ordinary sends")),
     **_each(
@@ -601,6 +630,7 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
         BESIDE,
     ),
     # models
+    **_each("logit_dtype", Simulated((None,))),
     **_each("heterogeneous_layers_config_path", _UNSUPPORTED._replace(unlike="layers of several kinds"), BESIDE),
     **_each("hybrid_override_pattern", _FORMER, BESIDE),
     **_each("is_hybrid_model", _FORMER),

@@ -16,6 +16,7 @@ RULES: layers.Rules = {
     "--wlb-sft-skip has no effect without --sft; give both, or neither": lambda a: (
         a.wlb_sft_skip is not None and not a.sft
     ),
+    "--mock-data with --sft: --wlb has no mock conversations; leave one of them out": lambda a: a.mock_data and a.sft,
     "--wlb-mock-lengths has no effect without --mock-data; give both, or neither": lambda a: (
         a.wlb_mock_lengths is not None and not a.mock_data
     ),

@@ -56,10 +56,12 @@ LAUNCHES_US = 850.0
 since no published dense step is bound by them.
 
 Fitted to steps of mixtures of experts with and without graphs (`benchmarks.published`), with what experts and copies
-take. A rehearsal of Megatron 0.19 over TransformerEngine 2.20 counts, with products by hand, of a layer and micro-batch
-in both directions: 52 launches of a dense layer in bf16 (63 with latent attention) and 94 in FP8, and 100 of one with
-experts, beside their products. So a fitted constant is 33 to 41 us a launch, where a launch itself takes 4 to 8: most
-of it is modules and autograd in Python, which no count derives, and rests on the fit alone.
+take. The steps tell their sum, and hardly how modules share it: without a model, a release or a GPU the fit has 3700 to
+4800 us in all, and 2000 to 3800 for a router (`left_out` of benchmarks/results/published.json). A rehearsal of Megatron
+0.19 over TransformerEngine 2.20 counts, with products by hand, of a layer and micro-batch in both directions: 52
+launches of a dense layer in bf16 (63 with latent attention) and 94 in FP8, and 100 of one with experts, beside their
+products. So a fitted constant is 33 to 41 us a launch, where a launch itself takes 4 to 8: most of it is modules and
+autograd in Python, which no count derives, and rests on the fit alone.
 """
 
 

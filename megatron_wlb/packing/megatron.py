@@ -56,6 +56,14 @@ def in_samples(documents: np.ndarray, job: Job) -> PackedBatch | None:
     return batch if fits and (np.diff(bounds) > 0).all() else None
 
 
+def windows(documents: np.ndarray, job: Job) -> PackedBatch:
+    """Return DOCUMENT rows of a step in Megatron's order, a micro-batch a sample; without samples it is empty."""
+    sample = documents["index"] // job.context_length
+    first = sample[0] if len(sample) else 0
+    bounds = np.searchsorted(sample, first + np.arange(job.num_micro_batches + 1))
+    return PackedBatch(documents=documents, bounds=bounds)
+
+
 class MegatronPolicy(Policy):
     """A micro-batch for each sample of the step."""
 
@@ -64,8 +72,4 @@ class MegatronPolicy(Policy):
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
         """Pack step `step`; at the end of the data, the last micro-batches stay empty."""
-        documents = draw.own()
-        sample = documents["index"] // self._job.context_length
-        first = sample[0] if len(sample) else 0
-        bounds = np.searchsorted(sample, first + np.arange(self._job.num_micro_batches + 1))
-        return PackedBatch(documents=documents, bounds=bounds)
+        return windows(draw.own(), self._job)

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from megatron_wlb.documents import PackedBatch, ShardPlan
 from megatron_wlb.job import Job
+from megatron_wlb.packing.megatron import windows, without_wlb
 from megatron_wlb.plan import metrics, placement
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.settings import SizeOrNone, in_range
@@ -136,6 +137,22 @@ def step_cost(batch: PackedBatch, job: Job) -> int:
     lengths = batch.documents["length"]
     job, _, critical = divided(batch.sums(job.work(lengths)), batch.sums(lengths), job, batch.ranks)
     return int(placement.rank_cost(critical, job).max())
+
+
+def packing_gain(batch: PackedBatch, own: np.ndarray, job: Job) -> float | None:
+    """Return the time of Megatron's windows over that of a step, both per work, by `step_cost`.
+
+    `own`: DOCUMENT rows of the step's own samples. None if these have none, or Megatron's pipeline cannot run them.
+    """
+    if not len(own):
+        return None
+    try:
+        alone = without_wlb(job)
+    except ValueError:
+        return None
+    pairs = ((windows(own, alone), alone), (batch, job))
+    theirs, ours = (step_cost(each, of) / job.work(each.documents["length"]).sum() for each, of in pairs)
+    return float(theirs / ours)
 
 
 def shard_step(job: Job, lengths: Sequence[np.ndarray], ranks: np.ndarray | None = None) -> list[list[ShardPlan]]:

@@ -18,7 +18,7 @@ from tests.adapter.training import _merge, _shards, entries, set_parameters
 from tests.worlds import run_world
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-    pytest.skip("megatron-bridge is not installed; docs/integrations.md says how", allow_module_level=True)
+    pytest.skip("megatron-bridge is not installed; .ci/run says how", allow_module_level=True)
 
 
 class _Named(type):

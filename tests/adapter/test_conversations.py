@@ -18,9 +18,9 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron_wlb.adapter.sources import conversations
 from megatron_wlb.cli.main import main
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
-from tests.adapter.test_parity import TOLERANCE
-from tests.adapter.training import CP2, MTP, PP2, TP2, relative_error, train
+from tests.adapter.training import CP2, MTP, PP2, TP2, each_version, relative_error, train
 from tests.limits import files_up_to
+from tests.upstream.test_parity import TOLERANCE
 
 FORMAT = "nemotron-nano-v2"
 WITHOUT = "--vocab-size --reset-attention-mask --reset-position-ids"
@@ -49,7 +49,8 @@ def arguments(tokenizer, path, **changes):
     """What reading conversations asks of upstream's arguments."""
     given = {"tokenizer_type": "SFTTokenizer", "tokenizer_model": tokenizer, "seq_length": 256}
     given |= {"sft_tokenizer_prompt_format": FORMAT, "data_cache_path": str(Path(path).parent / "cache")}
-    return Namespace(**given | {"wlb_sft_skip": ("long",), "context_parallel_size": 1} | changes)
+    given |= {"wlb_sft_skip": ("long",), "context_parallel_size": 1, "sequence_parallel": False}
+    return Namespace(**given | changes)
 
 
 @pytest.fixture(scope="module")
@@ -96,24 +97,26 @@ PACKED = [[[30, 4], [1], [17]], [[100], [9, 9]], [[5], [6], [7], [8], [60]], [[1
 @pytest.mark.parametrize(
     ("size", "layout", "prompt", "flags"),
     [
-        (2, CP2, FORMAT, "--calculate-per-token-loss"),
+        each_version(2, CP2, FORMAT, "--calculate-per-token-loss"),
         (4, f"{CP2} {PP2}", "identity", ""),
+        each_version(2, TP2, "identity", ""),
         (2, CP2, "identity", "--micro-batch-size 2 --calculate-per-token-loss"),
         (2, PP2, "identity", ""),
     ],
 )
 def test_rows_of_several_conversations(size, layout, prompt, flags, tmp_path, tokenizer, monkeypatch):
-    """With the padding that upstream puts between them under context parallelism, which predicts the next one."""
+    """With the padding that upstream puts between them for parallel ranks, which predicts the next one."""
     rows = [[m for answers in row for m in conversation(answers, len(answers) + i)] for i, row in enumerate(PACKED)]
     data, common = write_chats(tmp_path / "packed.jsonl", rows), [*sft_flags(tokenizer, prompt), *flags.split()]
     run = train(size, data, *common, *layout.split(), without=WITHOUT)
-    row = SFTDataset.__getitem__
+    made = SFTDataset.__init__
 
-    def of_ranks(self, index):
-        self.config.context_parallel_size = 2 if CP2 in layout else 1
-        return row(self, index)
+    def of_ranks(self, *given):
+        given[-1].context_parallel_size = 2 if CP2 in layout else 1
+        given[-1].sequence_parallel_size = 2 if TP2 in layout else 0
+        made(self, *given)
 
-    monkeypatch.setattr(SFTDataset, "__getitem__", of_ranks)
+    monkeypatch.setattr(SFTDataset, "__init__", of_ranks)
     theirs = train(1, data, *common, wlb=False, without=WITHOUT)
     assert max(map(relative_error, run["grads"], theirs["grads"])) <= TOLERANCE
     assert run["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)

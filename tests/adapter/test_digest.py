@@ -16,8 +16,8 @@ from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.sharding.select import divide
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.test_conversations import PACKED, WITHOUT, sft_flags
-from tests.adapter.test_same_step import EOD_MASK, GENTLE, digests
 from tests.adapter.training import CP2, PP2, VPP2, each_version, full, train
+from tests.upstream.test_same_step import EOD_MASK, GENTLE, digests
 
 LEARNED = "--position-embedding-type learned_absolute"
 DIGEST = [*GENTLE.split(), "--wlb-digest"]

@@ -10,8 +10,8 @@ import pytest
 from tests.adapter import bridge_runs
 from tests.adapter.bridge_runs import ADAM, EXPERTS, PP2, alone, bridge, container, run
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
-from tests.adapter.test_parity import TOLERANCE, compare
 from tests.adapter.training import relative_error
+from tests.upstream.test_parity import TOLERANCE, compare
 
 VOCABULARY, EOS = 264, 2
 ANSWERS = [[30, 4], [1], [17, 200], [100], [9, 9], [5, 6, 7, 8, 60], [180, 33], [2], [13, 150], [240], [90, 90], [12]]

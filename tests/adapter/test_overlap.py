@@ -17,7 +17,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.adapter import clock
 from megatron_wlb.job import Job
 from megatron_wlb.runtime import all_to_all
-from tests.adapter.test_same_step import EVALUATE, EXPERT_BIAS, GENTLE, compare, digests, spread
 from tests.adapter.training import (
     BY_DOCUMENT,
     CP2,
@@ -36,6 +35,7 @@ from tests.adapter.training import (
     train,
 )
 from tests.jobs import job
+from tests.upstream.test_same_step import EVALUATE, EXPERT_BIAS, GENTLE, compare, digests, spread
 
 UNEVEN = "--wlb-micro-batches 11"
 """Which no whole samples fill, as they would on one rank and stage."""
@@ -144,10 +144,10 @@ def test_multi_token_prediction(size, flags, dataset, tmp_path, one_order):
 @pytest.mark.parametrize(
     ("size", "layout", "flags"), [(2, f"{EP2} {CP2} {UNEVEN}", ""), full(2, EP2, ""), full(4, f"{VPP2} {EP2}", FOUR)]
 )
-def test_equal_to_megatron(size, layout, flags, dataset):
-    common = [*GENTLE.split(), *MOE.split(), *flags.split()]
-    theirs = train(1, dataset, *common, wlb=False)
-    compare(train(size, dataset, *common, *layout.split(), OVERLAP), theirs)
+def test_equal_to_megatron(size, layout, flags, dataset, upstream):
+    common = f"{GENTLE} {MOE} {flags}"
+    theirs = upstream(common)
+    compare(train(size, dataset, *common.split(), *layout.split(), OVERLAP), theirs)
 
 
 @pytest.mark.parametrize(("size", "flags"), [(2, EP2), (2, f"{EP2} {CP2} {UNEVEN}"), (4, f"{FOUR} {VPP2} {EP2}")])

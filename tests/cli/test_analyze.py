@@ -1,6 +1,7 @@
 """`megatron-wlb analyze`: its numbers by hand, and what they are compared with."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from itertools import chain
@@ -113,15 +114,17 @@ def test_sizes_of_micro_batches_that_are_tried(data):
     """Those that divide the windows of a rank, fit memory, and are groups that upstream interleaves."""
 
     def tried(*words):
-        smaller, larger = setup(f"{JOB} --wlb-micro-batches 16 --data-path {data}", *words).other_sizes()
-        return [[each.micro_batch_size for each in schemes] for schemes in (smaller, larger)]
+        found = setup(f"{JOB} --wlb-micro-batches 16 --data-path {data}", *words)
+        sizes = found.without_wlb().other_sizes(found.run.budget or 0.0)
+        return [[each.micro_batch_size for each in schemes] for schemes in sizes]
 
     assert tried("--global-batch-size 16 --micro-batch-size 4") == [[2, 1], [8, 16]]
     assert tried("--global-batch-size 24 --micro-batch-size 2 --wlb-micro-batches 24") == [[1], [4, 8]]
     assert tried("--global-batch-size 16 --optimizer sgd --micro-batch-size 4") == [[2, 1], []]
     stages = "--global-batch-size 16 --pipeline-model-parallel-size 2 --num-layers 4"
     assert tried(stages, "--num-virtual-stages-per-pipeline-rank 2") == [[], [2, 4, 8]]
-    enough = setup(f"{JOB} --wlb-micro-batches 16 --global-batch-size 16 --data-path {data}").other_sizes()[1][0]
+    alone = setup(f"{JOB} --wlb-micro-batches 16 --global-batch-size 16 --data-path {data}").without_wlb()
+    enough = alone.other_sizes(math.inf)[1][0]
     assert tried("--global-batch-size 16", f"--wlb-memory-budget {1.01 * enough.activation_bytes() / 2**30}")[1] == [2]
 
 

@@ -39,6 +39,18 @@ def test_help_fits_a_screen_and_the_version_says_what_trains(capsys):
     assert re.match(versions, said("--version"))
 
 
+def test_an_older_python_is_refused_before_dependencies_are_sought():
+    """pip asks setup.py for its requirements first, which looks like that."""
+    program = (
+        "import runpy, sys; sys.version_info = (3, 11, 7); sys.argv[1:] = ['egg_info']; runpy.run_path('setup.py')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"megatron_wlb needs Python 3\.12 or newer, and this is \S+; install with a newer one\n", done.stderr
+    )
+
+
 @pytest.mark.full
 def test_a_wheel_predicts_without_a_compiler_and_torch(tmp_path):
     """Needs the package index, as pip is configured here."""

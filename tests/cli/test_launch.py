@@ -1,6 +1,5 @@
 """Commands as people paste them behind --, typed flags beside them, and what is to be taken out of them."""
 
-import argparse
 import itertools
 import os
 import re
@@ -12,8 +11,8 @@ import pytest
 import yaml
 
 from megatron_wlb.cli.judge import usual
-from megatron_wlb.cli.launch import LISTS, SWITCHES, read_command, read_flags
-from megatron_wlb.describe.arguments import Refused, flag_of, rows
+from megatron_wlb.cli.launch import read_command, read_flags
+from megatron_wlb.describe.arguments import Refused, rows
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, MODEL, RUN, C, described, printed, refused, run
@@ -360,17 +359,10 @@ def test_words_that_belong_to_no_flag_are_refused(words, stranger):
         read_command([*STARTS.split(), "--bf16=1"])
 
 
-def test_flags_take_as_many_words_as_upstreams():
-    """Lists are those of its parser, and what takes a value there takes one here."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    actions = add_megatron_arguments(argparse.ArgumentParser(add_help=False))._actions
-    assert {a.option_strings[0] for a in actions if a.nargs not in (None, 0)} <= {*map(flag_of, LISTS)}
-    switches = {flag.removeprefix("--") for a in actions if a.nargs == 0 for flag in a.option_strings}
-    assert switches <= SWITCHES and not SWITCHES & {f[2:] for a in actions if a.nargs != 0 for f in a.option_strings}
-    valued = {a.option_strings[0] for a in actions if a.nargs != 0}
-    for flag in valued - {"--hybrid-override-pattern"}:
-        read_command(["python", "pretrain_gpt.py", flag, "4"], any_model=True)
+def test_flags_of_experts_are_refused_where_there_are_some():
+    flags = f"{JOB} --moe-router-load-balancing-type quantile_balancing"
+    dense, experts = (run(f"-- {STARTS} {flags} {more}").judged for more in ("", "--num-experts 4"))
+    assert dense.refused == [] and experts.refused == ["--moe-router-load-balancing-type"]
 
 
 def test_compare_takes_no_flags_of_a_run_and_no_command(capsys):

@@ -1,12 +1,8 @@
-"""Logs: blocks that upstream's own parser prints of a run's flags say what the flags say."""
+"""Logs as people send them; that they say what the flags of their run say, `tests/upstream/test_commands.py` shows."""
 
 import json
 import os
 import re
-import shlex
-import sys
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,83 +10,28 @@ from megatron_wlb.cli import launch
 from megatron_wlb.cli.launch import BLOCK, read_log
 from tests.cli.analyses import described, printed, run
 
-FLAGS = {
-    "dense": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16",
-    "llama": "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 2 "
-    "--swiglu --ffn-hidden-size 96 --seq-length 256 --global-batch-size 24 --tensor-model-parallel-size 2 "
-    "--context-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
-    "--sequence-parallel --hidden-dropout 0.0 --attention-dropout 0 --untie-embeddings-and-output-weights --seed 5 "
-    "--recompute-activations --data-path 0.3 DATA 0.7 DATA --split 90,5,5 --use-distributed-optimizer "
-    "--disable-bias-linear --overlap-grad-reduce --no-align-grad-reduce",
-    "experts": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --moe-router-topk 3 "
-    "--moe-ffn-hidden-size 32 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --seq-length 128 "
-    "--moe-shared-expert-intermediate-size 16 --global-batch-size 32 --micro-batch-size 2 --qk-layernorm --split 1",
-    "refused": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 64 "
-    "--micro-batch-size 4 --mock-data --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap "
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --dataloader-type cyclic",
-    "layout": "--num-layers 9 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16 "
-    "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E(t|)*6tt|tL --no-overlap-p2p-communication",
-    "ends": "--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16 "
-    "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 0",
-    "one expert": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --num-experts 1 "
-    "--window-size 64,0 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1 "
-    "--global-batch-size 8",
+SIZES = {
+    "hidden_size": 64,
+    "world_size": 16,
+    "bf16": True,
+    "vocab_size": 1000,
+    "tp_comm_overlap": False,
+    "data_path": None,
 }
-COMMON = (
-    "--max-position-embeddings 256 --train-iters 3 --lr 1e-3 --bf16 --vocab-size 1000 --tokenizer-type NullTokenizer"
-)
-COMMAND = "--approximate -- torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py"
+DENSE = printed({"num_layers": 4, "num_attention_heads": 4, "seq_length": 128, "global_batch_size": 16, **SIZES})
+LLAMA = {
+    **{"num_layers": 8, "num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 2},
+    **{"swiglu": True, "ffn_hidden_size": 96, "seq_length": 256, "global_batch_size": 24},
+    **{"tensor_model_parallel_size": 2, "context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    **{"virtual_pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2},
+    **{"sequence_parallel": True, "recompute_modules": ["core_attn"], "split": "90,5,5"},
+    **SIZES,
+}
 
 
-@pytest.fixture(scope="module")
-def blocks(data):
-    """What upstream prints of `FLAGS`, on 16 ranks."""
-    import torch
-    from megatron.training import arguments, utils
-
-    printed = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0))
-        patch.setattr(torch.cuda, "device_count", lambda: 8)
-        patch.setattr(utils, "is_rank0", lambda: True)
-        patch.setattr(arguments, "is_te_min_version", lambda *_, **__: True, raising=False)
-        for name, value in (("WORLD_SIZE", "16"), ("RANK", "0"), ("CUDA_DEVICE_MAX_CONNECTIONS", "1")):
-            patch.setenv(name, value)
-        for name, flags in FLAGS.items():
-            words = [*flags.replace("DATA", data).split(), *COMMON.split()] + ["--micro-batch-size", "1"] * (
-                "--micro-batch" not in flags
-            )
-            patch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
-            lines: list[str] = []
-            patch.setattr("builtins.print", lambda *words, lines=lines, **_: lines.append(" ".join(map(str, words))))
-            arguments.validate_args(arguments.parse_args())
-            printed[name] = words, "\n".join(lines) + "\n"
-    return printed
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_a_log_says_what_the_flags_say(name, blocks, tmp_path):
-    words, block = blocks[name]
-    (tmp_path / "log").write_text(block)
-    log, command = described(f"{tmp_path / 'log'} --approximate"), described(COMMAND, *map(shlex.quote, words))
-    of_log = replace(log.job.parallel, etp=command.job.parallel.etp)
-    assert replace(log.job, parallel=of_log) == command.job
-    assert log.job.parallel.expert_tp == command.job.parallel.expert_tp
-    for each in ("seed", "data_path", "micro_batch_size"):
-        assert getattr(log.run.arguments, each) == getattr(command.run.arguments, each), each
-    assert log.run.judged.left_out == command.run.judged.left_out
-    assert set(log.run.judged.refused) == set(command.run.judged.refused)
-    assert (log.run.arguments.split or "969,30,1").replace(" ", "") == (command.run.arguments.split or "969,30,1")
-    overlaps = [bool(each.run.launched.stated.get("tp_comm_overlap")) for each in (log, command)]
-    assert overlaps == [name == "refused"] * 2
-    assert not [note for note in log.run.judged.remarks if re.search("Not simulated|refuses this run", note)]
-
-
-def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
+def test_the_last_block_counts_whatever_stands_around_it(tmp_path):
     """A run that was requeued, with another rank's lines in between, and prefixes of srun and torchrun."""
-    _, first = blocks["llama"]
-    _, second = blocks["dense"]
+    first, second = printed(LLAMA), DENSE
     other = [f"[default0]:3: {line}\n[rank7]: a warning \xe9\n" for line in second.splitlines()]
     padded = "> padded vocab (size: 1000) with 536 dummy tokens (new size: 1536)\n"
     begun = first[: first.index("num_layers")]
@@ -117,8 +58,8 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["log", "message"])
-def test_a_log_in_lines_of_json_or_with_holes_is_read(name, blocks, tmp_path):
-    block = blocks["llama"][1]
+def test_a_log_in_lines_of_json_or_with_holes_is_read(name, tmp_path):
+    block = printed(LLAMA)
     (tmp_path / "log").write_text(block)
     (tmp_path / "json").write_text(
         "".join(json.dumps({name: line, "time": 1}) + "\n" for line in block.splitlines(True))
@@ -138,8 +79,8 @@ def test_a_log_in_lines_of_json_or_with_holes_is_read(name, blocks, tmp_path):
         (r"  *", " "),
     ],
 )
-def test_a_log_is_read_as_people_send_it(pattern, instead, blocks, tmp_path):
-    block = blocks["llama"][1]
+def test_a_log_is_read_as_people_send_it(pattern, instead, tmp_path):
+    block = printed(LLAMA)
     (tmp_path / "log").write_text(block)
     (tmp_path / "sent").write_text(re.sub(pattern, instead, block, flags=re.MULTILINE))
     assert read_log(str(tmp_path / "sent")).stated == read_log(str(tmp_path / "log")).stated
@@ -151,13 +92,13 @@ def test_a_list_of_one_number_of_experts_is_that_number(tmp_path):
     assert read_log(str(tmp_path / "log")).stated["num_experts"] == 1
 
 
-def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
+def test_what_a_log_says_of_wlb_is_taken(tmp_path):
     """Also of another release, which has other flags and words."""
     lines = {"wlb": True, "wlb_max_delay_steps": 0, "wlb_packing": "paper:20,30"}
     lines |= {"wlb_log": "a b", "wlb_save_gathered_kv": False, "wlb_max_tokens": None, "wlb_memory_budget": 40.5}
     lines |= {"wlb_windows_per_micro_batch": 2, "wlb_before": {"tp_comm_overlap": True, "not_there": 1}}
     text = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in lines.items())
-    (tmp_path / "log").write_text(blocks["dense"][1].replace("  world_size", f"{text}  world_size"))
+    (tmp_path / "log").write_text(DENSE.replace("  world_size", f"{text}  world_size"))
     found = run(tmp_path / "log")
     assert (found.packing.name, found.packing.outlier_thresholds) == ("paper", (20, 30))
     assert (found.settings.memory_budget, found.settings.max_tokens) == (40.5, None)
@@ -167,8 +108,8 @@ def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
     assert run(tmp_path / "log", "--wlb-packing adaptive").packing.name == "adaptive"
 
 
-def test_a_typed_data_flag_replaces_those_of_the_log(blocks, data, tmp_path):
-    (tmp_path / "log").write_text(blocks["llama"][1])
+def test_a_typed_data_flag_replaces_those_of_the_log(data, tmp_path):
+    (tmp_path / "log").write_text(printed(LLAMA | {"data_path": ["0.3", "one", "0.7", "another"]}))
     (tmp_path / "blend").write_text(data)
     (tmp_path / "splits").write_text(f'{{"train": ["{data}"]}}')
     for typed in (f"--train-data-path {data}", f"--data-args-path {tmp_path}/blend",
@@ -178,8 +119,8 @@ def test_a_typed_data_flag_replaces_those_of_the_log(blocks, data, tmp_path):
     assert typed.mock_data and not typed.data_path
 
 
-def test_typed_flags_take_precedence(blocks, data, tmp_path):
-    (tmp_path / "log").write_text(blocks["llama"][1])
+def test_typed_flags_take_precedence(data, tmp_path):
+    (tmp_path / "log").write_text(printed(LLAMA))
     _, job, blend = described(tmp_path / "log", "--num-gpus 32 --seq-length 512 --data-path", data)
     assert (job.parallel.dp, job.parallel.vpp, job.context_length, blend.prefixes) == (4, 2, 512, [data])
     for flag, stages in (
@@ -209,8 +150,8 @@ def test_files_that_are_no_log(tmp_path, make, message):
     assert str(tmp_path)[:20] in str(error.value)
 
 
-def test_arguments_are_parsed_within_a_limit(blocks, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "MOST_VALUES", 99)
-    (tmp_path / "log").write_text(blocks["dense"][1])
+def test_arguments_are_parsed_within_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "MOST_VALUES", 9)
+    (tmp_path / "log").write_text(DENSE)
     with pytest.raises(ValueError, match="its arguments have over 0 MiB, the limit; give the log of a run"):
         read_log(str(tmp_path / "log"))

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_wlb.cli import profile as calibration
 from megatron_wlb.cli.main import main
@@ -98,6 +97,8 @@ def test_what_it_writes_is_a_profile(written):
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu(tmp_path):
+    import torch
+
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     model = ["--hidden-size", "4096", "--num-attention-heads", "32", "--ffn-hidden-size", "11008", "--swiglu"]
@@ -108,6 +109,8 @@ def test_a_run_on_a_gpu(tmp_path):
 
 
 def full(*args):
+    import torch
+
     raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
 

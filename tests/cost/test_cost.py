@@ -291,6 +291,9 @@ def test_the_exchange_of_latents_by_hand():
     assert found.arrive == pytest.approx(moved + time("all_gather", 576) + time("all_gather", 512) + expands)
     backward = moved + 2 * expands + time("reduce_scatter", 512) + time("all_gather", 512) + time("all_reduce", 64)
     assert found.leave == pytest.approx(backward + expands + time("all_gather", 512)) and found.prefetch == 0
+    # Latents arrive once, and are kept; keys and values arrive again in backward.
+    arrive, leave = found.times(np.array(given.context_length))
+    assert sharding_kernel(given).exchange == pytest.approx(float(arrive + leave) / given.context_length)
 
 
 def test_tiles_by_hand():

@@ -90,6 +90,7 @@ ROWS = [
     ({"log_interval": 0}, "--log-interval is 0, .*; give 1 or more"),
     ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
     ({"wlb_sft_skip": ("long",)}, "--wlb-sft-skip has no effect without --sft; give both"),
+    ({"mock_data": True, "sft": True}, "--wlb has no mock conversations; leave one"),
     ({"wlb_mock_lengths": "F2"}, "--wlb-mock-lengths has no effect without --mock-data; give both"),
     ({"save": "msc://bucket/run", "wlb_packing": "paper"}, "to object storage are not supported with delay"),
     ({"load": "msc://bucket/run", "wlb_packing": "adaptive:20"}, "to object storage are not supported with delay"),

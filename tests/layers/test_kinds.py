@@ -14,7 +14,9 @@ from megatron_wlb import layers
 from megatron_wlb.cost.host import launches
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.shape import model_of
+from megatron_wlb.layers.delta_net import gated_delta_net
 from megatron_wlb.layers.linear import LinearLayer
+from megatron_wlb.layers.mamba import mamba
 from megatron_wlb.layers.part import layer_input_bytes
 from megatron_wlb.model import MIXERS, Mixer, ModelShape
 from megatron_wlb.simulate.memory import layer_bytes
@@ -81,6 +83,21 @@ def files_that_name(pattern):
         for path in PACKAGE.rglob("*.py")
         if any(map(re.compile(pattern).search, names(path)))
     }
+
+
+def test_sizes_of_mixers_by_hand():
+    """Mamba: z and x, B and C of 2 groups, and a step for each of 8 heads of 64, whose state has 16 values a channel.
+
+    A delta net: 4 heads of Q and K of 32, 8 of V and a gate of 48, of which each has a decay and a rate.
+    """
+    found = mamba(heads=8, head_dim=64, groups=2, state_dim=16)
+    assert (found.projected, found.inner, found.scan) == (2 * 512 + 2 * 2 * 16 + 8, 512, 2 * 512 * 16)
+    assert found.kept == found.projected + 2 * 512
+    net = gated_delta_net(key_heads=4, value_heads=8, key_dim=32, value_dim=48)
+    assert (net.projected, net.inner, net.scan) == (2 * 128 + 2 * 384 + 2 * 8, 384, 3 * 8 * 32 * 48)
+    assert net.kept == net.projected + 2 * 128 + 2 * 8 * 32 + 64 * 8 + 7 * 384
+    alike = gated_delta_net(key_heads=8, value_heads=8, key_dim=32, value_dim=48)
+    assert alike.kept == alike.projected + 2 * 256 + 64 * 8 + 7 * 384  # nothing is repeated
 
 
 @pytest.mark.parametrize("kind", ["mamba", "delta_net"])

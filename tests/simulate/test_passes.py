@@ -362,3 +362,13 @@ def test_models_have_the_parameters_of_their_name():
     assert held["qwen3-30b-a3b"] == pytest.approx(30.5e9, rel=0.02)
     assert held["qwen3-235b-a22b"] == pytest.approx(235e9, rel=0.02)
     assert held["llama2-7b"] == billions["llama2-7b"] * 1e9
+
+
+@pytest.mark.parametrize(("exchange", "times"), [("latents", 0), ("all", 1)])
+def test_recomputed_attention_exchanges_again_unless_latents_are_kept(exchange, times):
+    sizes = {"model": replace(MODELS["deepseek-v3"], num_layers=8), "tp": 8, "cp": 8, "cp_exchange": exchange}
+    kept = job(**sizes, cp_sharding="per-document")
+    again = replace(kept, recompute=Recompute(granularity="selective", modules=("core_attn",)))
+    (forward, backward), (_, more) = (pass_times(of, shards_of(of, [[1 << 17]])).layers for of in (kept, again))
+    assert forward.exchange > 0
+    assert more.exchange == pytest.approx(backward.exchange + times * forward.exchange)

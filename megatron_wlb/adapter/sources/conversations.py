@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import print_rank_0
+from megatron.training.datasets.sft_dataset import SFTDataset
 
 from megatron_wlb.files import INPUTS, printable
 
@@ -42,7 +43,7 @@ class Conversations:
     size: int
     """Tokens of all rows."""
     pad: int
-    """The token between conversations that context parallelism pads, as upstream does."""
+    """The token between conversations, where upstream pads them."""
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens of a row, int32 [n], and whether each is trained as a target, bool [n]."""
@@ -97,9 +98,7 @@ def read(path: str, args: Namespace) -> Conversations:
             f"{number - sum(len(each) for each in tables[:file]) + 1}"
         )
         print_rank_0(f"> wlb: {printable(said)}")
-    ranks = args.context_parallel_size or 1
-    multiple = 2 * ranks if ranks > 1 else 1  # as upstream pads
-    lengths += -lengths % multiple
+    lengths += -lengths % _multiple(args)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     starts -= np.repeat(starts[begins[:-1]], np.diff(begins))
     return Conversations(
@@ -110,6 +109,15 @@ def read(path: str, args: Namespace) -> Conversations:
         size=size,
         pad=tokenizer.pad_id,
     )
+
+
+def _multiple(args: Namespace) -> int:
+    """Return what upstream pads the length of each conversation to a multiple of."""
+    ranks = args.context_parallel_size or 1
+    multiple = 2 * ranks if ranks > 1 else 1
+    if hasattr(SFTDataset, "_calculate_padding_divisor") and args.sequence_parallel:  # main from #6742 on
+        multiple *= args.tensor_model_parallel_size or 1
+    return multiple
 
 
 def _files(path: str) -> list[Path]:

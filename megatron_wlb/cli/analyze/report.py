@@ -18,7 +18,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import ALIKE
-from megatron_wlb.simulate.published import Errors, errors_like
+from megatron_wlb.simulate.published import FLAGS, Errors, errors_like
 from megatron_wlb.simulate.step import TIME_SHARES, SimulatedStep, breakdown, imbalances
 
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
@@ -212,7 +212,7 @@ def analyse(setup: Setup, steps: Steps, begin: Begin) -> Report:
     """Simulate all schemes; tells `begin` what it does."""
     few = min(steps.simulated, READING_STEPS)
     begin("Megatron's micro-batch sizes")
-    thd, best_size = at_its_best(setup, Steps(few, few))
+    thd, best_size = at_its_best(setup.without_wlb(), setup.run.budget or 0.0, Steps(few, few))
     plain, ours = setup.without_wlb(crosses=True), setup.with_wlb(setup.job)
     advance = begin("simulating steps", len(Schemes._fields) * steps.packed)
     schemes = compared(Schemes(plain, thd, ours), steps, advance)
@@ -220,7 +220,9 @@ def analyse(setup: Setup, steps: Steps, begin: Begin) -> Report:
     others = Others(setup, schemes, speedups.ours, steps.packed // steps.simulated)
     begin("other layouts and flags")
     balance, found = others.prices()
-    published = errors_like(setup.job)
+    launched = setup.run.launched
+    stated = launched.source != "flags" or any(launched.stated.get(name) for name in FLAGS)
+    published = errors_like(setup.job, flags=stated)
     return Report(
         setup=setup,
         documents=documents_of(setup),
@@ -264,9 +266,11 @@ class Others(NamedTuple):
         return [Layout(each, self._of_megatron(each.job), layout_flags(each.job)) for each in tried[:MOST_LAYOUTS]]
 
     def _of_megatron(self, job: Job) -> float | None:
-        """Return the speed-up of Megatron in another layout; None if it cannot train there."""
+        """Return the speed-up of Megatron in another layout, at its best size there; None if it cannot train there."""
+        few, budget = min(len(self.schemes.thd.us), READING_STEPS), self.setup.run.budget_bytes(job)
         with contextlib.suppress(ValueError):  # such as of a micro-batch size that does not divide the windows
-            return speedup(self._measure(self.setup.without_wlb(job)), self.schemes.thd).value
+            best, _ = at_its_best(self.setup.without_wlb(job), budget or 0.0, Steps(few, few))
+            return speedup(self._measure(best), self.schemes.thd).value
         return None
 
     def recompute(self) -> Faster | None:
@@ -297,12 +301,12 @@ class Others(NamedTuple):
         return measure(scheme, Steps(self.stride * simulated, simulated)).at_work_of(self.schemes.thd)
 
 
-def at_its_best(setup: Setup, steps: Steps) -> tuple[Scheme, float]:
-    """Return Megatron, documents apart, at its best micro-batch size, and its speed-up over the run's size.
+def at_its_best(own: Scheme, budget_bytes: float, steps: Steps) -> tuple[Scheme, float]:
+    """Return Megatron at its best micro-batch size whose activations fit, and its speed-up over its own size.
 
     A size is left once the next smaller or larger one is not clearly faster.
     """
-    own, others = setup.without_wlb(), setup.other_sizes()
+    others = own.other_sizes(budget_bytes)
     if not any(others):
         return own, 1.0
     best = of_own = measure(own, steps)

@@ -104,6 +104,20 @@ class Scheme(NamedTuple):
             job = replace(job, num_micro_batches=count, global_batch_size=count, context_length=self.longest_tokens)
         return max(peak_bytes(job, stage, self.longest_tokens) for stage in range(job.parallel.pp))
 
+    def other_sizes(self, budget_bytes: float) -> "tuple[list[Scheme], list[Scheme]]":
+        """Return smaller micro-batches than these, then larger ones whose activations fit, for Megatron alone.
+
+        Each list begins with the size that is nearest to this one's.
+        """
+        windows, stages = self.job.global_batch_size // self.job.parallel.dp, self.job.parallel.pp
+        sizes = [1 << i for i in range(windows.bit_length()) if windows % (1 << i) == 0]
+        if self.job.parallel.vpp > 1:  # upstream interleaves groups of as many as stages
+            sizes = [size for size in sizes if windows // size % stages == 0]
+        schemes = [self._replace(micro_batch_size=size) for size in sizes]
+        smaller = [each for each in schemes if each.micro_batch_size < self.micro_batch_size]
+        larger = [each for each in schemes if each.micro_batch_size > self.micro_batch_size]
+        return smaller[::-1], [each for each in larger if each.activation_bytes() <= budget_bytes]
+
 
 def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
     """Join windows that run at once, each sharded by itself."""
@@ -226,22 +240,6 @@ class Setup:
     def of_run(self) -> Scheme:
         """The run as it is, without --wlb."""
         return self.without_wlb(crosses=not self.masks_documents)
-
-    def other_sizes(self) -> tuple[list[Scheme], list[Scheme]]:
-        """Return Megatron, documents apart, with smaller micro-batches than the run's, then with larger that fit.
-
-        Each list begins with the size that is nearest to the run's. Larger ones are left out if memory is not known.
-        """
-        own, job = self.without_wlb(), self.job
-        windows, stages = job.global_batch_size // job.parallel.dp, job.parallel.pp
-        sizes = [1 << i for i in range(windows.bit_length()) if windows % (1 << i) == 0]
-        if job.parallel.vpp > 1:  # upstream interleaves groups of as many as stages
-            sizes = [size for size in sizes if windows // size % stages == 0]
-        schemes = [own._replace(micro_batch_size=size) for size in sizes]
-        smaller = [each for each in schemes if each.micro_batch_size < own.micro_batch_size]
-        budget = self.run.budget or 0.0
-        larger = [each for each in schemes if each.micro_batch_size > own.micro_batch_size]
-        return smaller[::-1], [each for each in larger if each.activation_bytes() <= budget]
 
     def with_wlb(self, job: Job) -> Scheme:
         return Scheme(job, self.samples)
