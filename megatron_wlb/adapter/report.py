@@ -19,8 +19,9 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer, print_ra
 
 from megatron_wlb import __version__, files
 from megatron_wlb.adapter import forecast
-from megatron_wlb.adapter.clock import Clock, attended_squares
+from megatron_wlb.adapter.clock import Clock
 from megatron_wlb.adapter.digest import digest_line, reduced
+from megatron_wlb.adapter.layers.attention import attended_squares
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.adapter.upstream.replaced import replaced

@@ -30,8 +30,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.adapter import jobs
-from megatron_wlb.adapter.clock import attended_squares
-from megatron_wlb.adapter.layers.attention import foreign_core
+from megatron_wlb.adapter.layers.attention import attended_squares, foreign_core
 from megatron_wlb.adapter.sources import datasets
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers
