@@ -79,7 +79,7 @@ def teach() -> None:
 
 
 def train() -> None:
-    """Do what upstream's script does after its imports, with our parts."""
+    """Train as upstream's script does after its imports, with our parts."""
     if upstream().passes_functions:
         with one_line():
             raise ValueError(
@@ -152,7 +152,7 @@ def _parsing(original: Any, given: set[str]) -> Any:
 
 
 def _settle(args: Namespace, given: set[str]) -> None:
-    """Set what must be so with `--wlb`, say it on the first rank, and check the rest."""
+    """Set the arguments that `--wlb` needs, print them on the first rank, and check the rest."""
     from megatron_wlb.adapter import jobs
 
     if upstream().passes_functions:

@@ -35,7 +35,7 @@ def judge(value: float, error: float) -> tuple[str, str]:
     """A ratio in words, and its tone on the page."""
     number = f"{value:.2f} \u00b1 {error:.2f}"
     if abs(value - 1) <= 2 * error:
-        return f"No difference is certain: {number} times as many tokens per second with --wlb", "close"
+        return f"Within noise: {number} times as many tokens per second with --wlb", "close"
     return f"{number} times as many tokens per second with --wlb", "gain" if value > 1 else "loss"
 
 

@@ -108,7 +108,7 @@ def test_logs_of_all_kinds_give_the_same_ratio(base, ran, tmp_path, capsys):
         assert np.array(rows)[:, 2].sum() == pytest.approx(seconds[warm].sum(), **tolerance)
         assert np.array(rows)[:, 3].sum() == (STEPS - 10) * TOKENS
     said = capsys.readouterr().out
-    assert re.search(r"^RUN is faster: 1\.2\d\d ± 0\.00\d times BASE's tokens a second and GPU\.", said)
+    assert re.search(r"^RUN is faster: 1\.2\d\d ± 0\.00\d times BASE's tokens per second and GPU\.", said)
     assert "Losses are equal to" in said
     assert ("Only Megatron's times" in said) == ((base == "step log") != (ran == "step log"))
 
@@ -136,7 +136,7 @@ def test_a_run_on_more_gpus_counts_by_gpu(tmp_path):
 def test_nothing_certain_is_not_called_faster(tmp_path, capsys):
     noise = SLOW * np.random.default_rng(0).permuted(np.repeat((0.9, 1.1), STEPS // 2))
     compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", noise))
-    assert capsys.readouterr().out.startswith("No difference is certain: RUN has ")
+    assert capsys.readouterr().out.startswith("Within noise: RUN has ")
     compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", 1.1 * SLOW))
     assert capsys.readouterr().out.startswith("RUN is slower: 0.909 ± 0.000 times")
 
@@ -147,7 +147,7 @@ def test_where_losses_part_is_told(tmp_path, capsys):
     losses[49] *= 1.05
     found = compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", FAST, losses))
     assert found["losses_part_at"] == 30 and found["loss_difference"] == pytest.approx(0.0605)
-    said = "Losses part at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
+    said = "Losses diverge at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
     assert said in capsys.readouterr().out
     diverged = [entry(i, seconds, loss) for i, (seconds, loss) in enumerate(zip(SLOW, LOSSES, strict=True), start=1)]
     for step in diverged[29:]:

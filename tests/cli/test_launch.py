@@ -249,7 +249,7 @@ def test_attention_across_documents_is_named(words, crosses):
         ("--lr 3", "^--lr is not read; leave it out, or give the run's command behind --$"),
         (f"train.log {RUN}", "^train.log and a command behind --; give one of them$"),
         ("-- torchrun --nproc-per-node 8 mine --seq-length 64", "^no script such as pretrain_gpt.py in torchrun .*; "
-         "give behind -- what starts the run, from torchrun or srun on$"),
+         "give the run's command behind --, from torchrun or srun on$"),
         ("-- torchrun ${RANKS[@]} pretrain_gpt.py", "RANKS.*is not expanded; give the words that it stands for"),
         (f"{RUN} {JOB} --num-layers $LAYERS", r"^--num-layers is '\$LAYERS'; it must be int"),
         (f"{RUN} {JOB} --wlb-packings adaptive", "--wlb-packings"),
