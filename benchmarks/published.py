@@ -7,12 +7,10 @@ benchmarks/results/published.json written, with ratios of steps for `analyze`. B
 by profiles of other bars, but for those of B200, which have one publication alone: MagiAttention's bars give the
 profile, and its packs of documents are scored. Steps of mixtures of experts are those that launches, copies of rows and
 overlap (`cost.host.LAUNCHES_US`, `EXPERT_US`, `cost.linear.COPY_PASSES` and `OVERLAP_HIDES`) are fitted to, and dense
-ones of GB200 and GB300 the rates of their products (`benchmarks.attention`). With a model on a GPU left out of the fit
-of the first, median and p90 errors of Megatron-Bridge's tables are .04 and .10, and of all .04 and .20; that fit was
-not repeated with the sums of rings, groups of experts and backward of latent heads, which rest on no steps. What a row
-leaves open is what its software does (`SOFTWARE`, or the row's field `software`), or else: a layer a virtual stage as
-in most of NVIDIA's recipes, micro-batches of one window, windows of one document, 4 M tokens a step. Rows that cannot
-be predicted are listed with the reason.
+ones of GB200 and GB300 the rates of their products (`benchmarks.attention`). The fit of the first is repeated without a
+model, a release or a GPU in turn (`benchmarks.experts`). What a row leaves open is what its software does (`SOFTWARE`,
+or the row's field `software`), or else: a layer a virtual stage as in most of NVIDIA's recipes, micro-batches of one
+window, windows of one document, 4 M tokens a step. Rows that cannot be predicted are listed with the reason.
 """
 
 import json
@@ -25,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import attention, cp_peers, results
+from benchmarks import attention, cp_peers, experts, results
 from benchmarks.lengths import DATA, attention_job, padded
 from benchmarks.results import Row
 from megatron_wlb.cost.linear import memory_bound, output_matrix, products
@@ -92,6 +90,9 @@ class Run:
     """Why its steps cannot be predicted."""
 
 
+FLAGS = ("tp_comm_overlap", "dispatcher", "cuda_graphs", "overlaps_experts", "fused_experts", "fp8_attention")
+UNSTATED = {name: getattr(Run(), name) for name in (*FLAGS, "recompute_modules", "generations")}
+"""Fields of a run of which no flags and no release are known."""
 SOFTWARE = json.loads((DATA / "software.json").read_text())
 """How a row's source begins, a release, patterns of fields of a row, and fields of `Run` that such rows have from the
 release on, unless a later entry changes them. torchtitan takes PyTorch's attention, which
@@ -205,6 +206,8 @@ def profile_of(row: Row, run: Run) -> tuple[Profile, str]:
         raise ValueError(f"no rate of products in {named} on {hardware}")
     if found := re.search(r"([\d.]+) TB/s", hardware):
         profile = replace(profile, memory_gb_per_s=profile.memory_gb_per_s * float(found[1]) / 3.35)
+    if "power-limited" in hardware:
+        raise ValueError("its power is limited, to how many watts is not published")
     if "500 W" in hardware:  # as Meta's H100s; at the limit, power goes with the cube of the clock
         profile = replace(profile, assumed_tflops=profile.assumed_tflops * (500 / 700) ** (1 / 3))
     return profile, precision
@@ -239,7 +242,9 @@ def job_of(row: Row, run: Run) -> Job:
     if pp * vpp > layers + pp:
         raise ValueError(f"{layers} layers for {pp * vpp} virtual stages")
     split, stages = Split(), pp * vpp
-    if run.mtp and stages > 1:
+    if ends := layout.get("end_layers"):
+        split = Split(decoder_first_pipeline_num_layers=ends[0], decoder_last_pipeline_num_layers=ends[1])
+    elif run.mtp and stages > 1:
         # As in DeepSeek-V3's layouts: MTP and the loss take the place of layers of the last virtual stage.
         dealt = np.full(stages, -(-(layers + 2 * run.mtp) // stages))
         fewer = dealt.sum() - layers
@@ -306,6 +311,15 @@ def changed(row: Row, job: Job, passes: Passes, run: Run) -> Passes:
     return replace(passes, forward=forward, backward=backward)
 
 
+def timed(row: Row, run: Run) -> tuple[Job, float]:
+    """The job of a row, and the predicted seconds of its step."""
+    job = job_of(row, run)
+    plan = shard(np.full(job.max_tokens // job.context_length, job.context_length), job)
+    count = job.micro_batches_per_rank
+    step = step_of(job, [[plan] * count], [changed(row, job, pass_times(job, [plan] * count), run)])
+    return job, step.time / 1e6
+
+
 def training(row: Row) -> Iterator[Row]:
     """Speed of a training step: by tokens where they are published, or else by time or by FLOPs."""
     named = ("tokens_per_s_per_gpu", "step_time", "iteration_time", "tflops_per_gpu", "mfu")
@@ -313,11 +327,8 @@ def training(row: Row) -> Iterator[Row]:
     if quantity is None:
         raise ValueError("no speed of a training step")
     run = run_of(row)
-    job = job_of(row, run)
-    plan = shard(np.full(job.max_tokens // job.context_length, job.context_length), job)
-    count = job.micro_batches_per_rank
-    step = step_of(job, [[plan] * count], [changed(row, job, pass_times(job, [plan] * count), run)])
-    seconds, tokens, gpus = step.time / 1e6, job.batch_tokens, job.parallel.num_gpus
+    job, seconds = timed(row, run)
+    tokens, gpus = job.batch_tokens, job.parallel.num_gpus
     # A row's TFLOP/s count attention in full, as Megatron and NeMo did, or the causal half.
     flops = row.get("attention_flops") or ("causal" if "llama-3.1" in row["source"] else "full")
     model, pairs = job.model, job.context_length / (2 if flops == "causal" else 1)
@@ -336,18 +347,27 @@ def training(row: Row) -> Iterator[Row]:
     if kind != "MoE" and re.match("g?b[23]00", job.profile.name):
         kind = "Blackwell dense"
     kinds = [kind, *["long"] * (job.context_length >= LONG and kind != "MoE")]
-    yield each | {"profile": job.profile.name, "kinds": kinds, "like": like(job)}
+    each |= {"profile": job.profile.name, "kinds": kinds, "like": like(job)}
+    if kind == "MoE":
+        each["unstated"] = timed(row, replace(run, **UNSTATED))[1] / seconds
+    yield each
 
 
 def like(job: Job) -> list[Any]:
-    """The fields of `shipped.Row` by which a run finds a row, but for the ratio."""
+    """The fields of `shipped.Row` by which a run finds a row."""
     long, gpu = job.context_length >= LONG, gpu_of(job.profile.device or "")
     return [bool(job.model.moe_router_topk), gpu, shipped.precision_of(job.precision), long]
 
 
+def ratios_of(row: Row) -> list[float | None]:
+    """The last fields of `shipped.Row`."""
+    unstated = row["ratio"] / row["unstated"] if "unstated" in row else None
+    return [each and round(each, 3) for each in (row["ratio"], unstated)]
+
+
 def ship(found: list[Row]) -> None:
     """Write the ratios of steps, which `analyze` shows of those that are like a run's."""
-    rows = [json.dumps([*row["like"], round(row["ratio"], 3)]) for row in found if "like" in row]
+    rows = [json.dumps([*row["like"], *ratios_of(row)]) for row in found if "like" in row]
     path = Path(shipped.__file__).parents[1] / "hardware" / "published.json"
     results.write_whole(path, "[\n" + ",\n".join(sorted(rows)) + "\n]\n")
 
@@ -425,6 +445,12 @@ def predict(rows: list[Row]) -> tuple[list[Row], list[Row]]:
             reason = str(error) if isinstance(error, ValueError) else f"a field is not as expected: {error!r}"
             left.append({"id": row.get("id"), "reason": reason})
     return found, left
+
+
+def errors_of(rows: list[Row]) -> np.ndarray:
+    """log(predicted / measured) of training steps."""
+    found, _ = predict(rows)
+    return np.log([row["ratio"] for row in found])
 
 
 def group_of(row: Row) -> str:
@@ -519,7 +545,21 @@ def main() -> None:
             goals.append(results.at_most(f"{each['group']}: p90 error", each["p90_error"], p90))
     if args.file == DATA / "published.json":
         ship(found)
+        of_experts = {row["id"]: row for row in found if "MoE" in row.get("kinds", ())}
+        rows = [row for row in json.loads(args.file.read_text()) if row["id"] in of_experts]
+        left_out = experts.left_out(rows, errors_of)
+        results.show(
+            left_out, ("left_out", "groups", "numbers", "median_error", "p90_error"), title="left out of the fit"
+        )
+        for each in left_out[1:]:
+            limits = zip(("median", "p90"), LIMITS["MoE"], strict=True)
+            goals += [
+                results.at_most(f"MoE, {each['left_out']} left out: {n}", each[f"{n}_error"], m) for n, m in limits
+            ]
+        within = experts.within(rows, np.array([ratios_of(of_experts[row["id"]])[1] for row in rows]))
+        goals.append(results.at_least("MoE, flags not known: steps within the range of other models'", within, 0.8))
         settings = {"groups": groups, "readings": readings, "not_predicted": left, "recomputed": repeated}
+        settings["left_out"] = left_out
         for each in (row for row in repeated if row["bound"] == "GPU"):
             error = abs(math.log(each["predicted"] / each["measured"]))
             goals.append(results.at_most(f"recomputed {each['modules']} over {each['over']}", error, RECOMPUTED_LIMIT))

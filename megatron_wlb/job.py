@@ -308,7 +308,7 @@ class Job:
         flag = "" if count == self.global_batch_size else " (--wlb-micro-batches)"
         if count % dp:
             raise ValueError(
-                f"{count} micro-batches a step cannot be shared by {dp} data-parallel ranks; give a multiple of "
+                f"{count} micro-batches per step cannot be shared by {dp} data-parallel ranks; give a multiple of "
                 f"{dp}{flag}"
             )
         stages, rank_count = self.parallel.pp, count // dp
@@ -316,7 +316,7 @@ class Job:
         nearest = nearest_counts(rank_count, stages, group) if self.parallel.vpp > 1 else (rank_count,)
         if rank_count not in nearest:
             raise ValueError(
-                f"{count} micro-batches a step, {rank_count} of a data-parallel rank, cannot be interleaved over "
+                f"{count} micro-batches per step, {rank_count} of a data-parallel rank, cannot be interleaved over "
                 f"{stages} pipeline stages in groups of {group}; give {' or '.join(str(n * dp) for n in nearest)}{flag}"
             )
         self.schedule()

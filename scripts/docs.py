@@ -58,6 +58,7 @@ def pages() -> dict[Path, str]:
         (tables, "limit", limit()),
         (tables, "goals", goals()),
         (tables, "publications", published(by_publication=True)),
+        (tables, "left out", left_out()),
         (tables, "attention", cp_attention()),
         (tables, "rows", cp_rows()),
         (tables, "layers", cp_layers()),
@@ -298,6 +299,18 @@ def published(*, by_publication: bool) -> str:
     off = sum(abs(math.log(row["ratio"])) > OFF for row in rows)
     left = f"{len(settings['not_predicted'])} publications are not predicted; the file has the reasons."
     return f"{table}{off} numbers are more than 15 % off. {left}\n\n"
+
+
+def left_out() -> str:
+    """Errors of mixtures of experts by constants that are fitted to other groups, and the ranges of these."""
+    lines = []
+    for each in _result("published")["settings"]["left_out"]:
+        errors = [f"{100 * each[f'{name}_error']:.0f} %" for name in ("median", "p90")]
+        shown = ([f"{value:.{0 if value >= 10 else 2}f}" for value in of] for of in each["constants"].values())
+        ranges = [" to ".join(dict.fromkeys(of)) for of in shown]
+        lines.append([each["left_out"], str(each["groups"]), *errors, *ranges])
+    names = _result("published")["settings"]["left_out"][0]["constants"]
+    return _table(["left out", "groups", "median error", "p90", *names], lines)
 
 
 def cp_attention() -> str:

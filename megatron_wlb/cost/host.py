@@ -11,7 +11,9 @@ LAUNCHES_US = {"attn": 850.0, "mlp": 850.0, "mamba": 850.0, "moe_router": 1750.0
 moe_router stands for moe_preprocess, too, and moe for what is left of experts: dispatcher, permutation, activation.
 
 Fitted to steps of mixtures of experts with and without graphs (`benchmarks.published`), with what experts and copies
-take. Assumed: an MLP and a mixer have as many launches as attention; no published dense step is bound by them.
+take. The steps tell their sum, and hardly how modules share it: without a model, a release or a GPU the fit has 3700 to
+4800 us in all, and 2000 to 3800 for a router (`left_out` of benchmarks/results/published.json). Assumed: an MLP and a
+mixer have as many launches as attention; no published dense step is bound by them.
 
 A rehearsal of Megatron 0.19 over TransformerEngine 2.20 counts, with products by hand, of a layer and micro-batch in
 both directions: 52 launches of a dense layer in bf16 (63 with latent attention) and 94 in FP8, and 100 of one with

@@ -134,6 +134,7 @@ _Ranks = Annotated[int, Meta(ge=1, le=1 << 17)]
 _Words = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
 _LayersOrNone = Annotated[int, Meta(ge=0, le=1 << 12)]
+_Dtype = Annotated[str, Meta(pattern=r"^(fp32|fp16|bf16|fp8|torch\.(float32|float16|bfloat16|uint8))$")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +259,14 @@ class MegatronArguments:
     )
     optimizer: str = "adam"
     use_precision_aware_optimizer: bool = False
+    main_grads_dtype: _Dtype = "fp32"
+    main_params_dtype: _Dtype = "fp32"
+    exp_avg_dtype: _Dtype = "fp32"
+    exp_avg_sq_dtype: _Dtype = "fp32"
+    accumulate_allreduce_grads_in_fp32: bool = False
+    grad_reduce_in_bf16: bool = False
+    optimizer_cpu_offload: bool = _row(False, Simulated((False,)))
+    optimizer_offload_fraction: Annotated[float, Meta(ge=0, le=1)] = 1.0
     use_distributed_optimizer: bool = False
     untie_embeddings_and_output_weights: bool = False
     hidden_dropout: float = _row(0.1, Differs("hidden dropout draws other numbers", _is_not(0)))
@@ -286,6 +295,8 @@ class MegatronArguments:
                 value = str(value)  # --split 1
             if isinstance(value, str) and "tuple[str, ...]" in str(f.type):
                 value = value.split()
+            if f.name.endswith("_dtype"):
+                value = str(value)  # upstream parses them
             if f.name in ("cuda_graph_modules", "cuda_graph_scope"):
                 value = [getattr(each, "name", each) for each in value]  # upstream parses them to an enum
             try:
@@ -362,7 +373,7 @@ _SAME = {
     record_memory_history record_shapes use_pytorch_profiler""",
     "training": """apply_rope_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion check_for_large_grads
     empty_unused_memory_level gradient_accumulation_fusion manual_gc manual_gc_interval no_persist_layer_norm
-    optimizer_cuda_graph optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params
+    optimizer_cuda_graph overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params
     rope_type tp_comm_overlap_cfg use_flash_attn use_torch_optimizer_for_cpu_offload | batch_size
     check_for_nan_in_loss_and_grad check_weight_hash_across_dp_replicas_interval checkpoint_activations
     decrease_batch_size_if_needed deprecated_use_mcore_models dump_param_to_param_group_map exit_duration_in_mins
@@ -403,8 +414,8 @@ _SAME = {
     save_wgrads_interval stream_ckpt_dequant strict_fsdp_dtensor_load use_checkpoint_args use_dist_ckpt_deprecated
     use_mp_args_from_checkpoint_args use_persistent_ckpt_worker use_tokenizer_model_from_checkpoint_args
     verify_integrity""",
-    "mixed precision": """accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 fp16_lm_cross_entropy
-    grad_reduce_in_bf16 hysteresis initial_loss_scale loss_scale loss_scale_window mamba_training_ssm_states_dtype
+    "mixed precision": """attention_softmax_in_fp32 fp16_lm_cross_entropy
+    hysteresis initial_loss_scale loss_scale loss_scale_window mamba_training_ssm_states_dtype
     min_loss_scale reuse_grad_buf_for_mxfp8_param_ag""",
     "distributed init": """align_grad_reduce align_param_gather create_all_gather_group data_parallel_sharding_strategy
     ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation
@@ -476,8 +487,8 @@ _SAME = {
     inference_use_synchronous_zmq_collectives inference_wandb_logging max_tokens_to_oom num_speculative_tokens
     offset_sampling_seed_by_dp_rank output_bert_embeddings use_legacy_static_engine""",
     "Transformer-Engine": "fp4_param_gather fp8_param_gather | te_precision_config_file",
-    "experimental": """enable_experimental exp_avg_dtype exp_avg_sq_dtype fsdp_db_use_persist_buf_on_alloc_fail
-    main_grads_dtype main_params_dtype megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_grad_comm_dtype
+    "experimental": """enable_experimental fsdp_db_use_persist_buf_on_alloc_fail
+    megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_grad_comm_dtype
     megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype megatron_fsdp_max_pool_double_buffer | spec+""",
     "one logger": """| app_tag_run_name app_tag_run_version enable_one_logger one_logger_async one_logger_project
     one_logger_run_name""",
@@ -610,7 +621,7 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
     **_each("hierarchical_context_parallel_sizes", Simulated((None,)), LIST),
     **_each("min_dynamic_context_parallel_size num_distributed_optimizer_instances", Simulated((1,))),
     **_each("offload_modules", TEXT, LIST),
-    **_each("offload_optimizer_states optimizer_cpu_offload", Simulated((False,))),
+    **_each("offload_optimizer_states", Simulated((False,))),
     **_each("overlap_p2p_comm_warmup_flush", Read(bool)),
     **_each("use_ring_exchange_p2p", Off(ONE_SIZE, "stages exchange by ordinary sends")),
     **_each(

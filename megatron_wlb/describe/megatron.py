@@ -13,7 +13,7 @@ from megatron_wlb.job import NUM_TILES, Job, Packing, Parallel, Recompute, Shard
 from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
-from megatron_wlb.simulate.memory import held_bytes
+from megatron_wlb.simulate.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, held_bytes
 
 TILE_ROWS = 16384
 """Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger ones
@@ -64,12 +64,14 @@ class Description:
         Known of Adam alone, as by upstream's formula (`adapter.jobs.weight_and_optimizer_bytes`).
         """
         a, model = self.arguments, job.model
-        if a.optimizer != "adam" or a.use_precision_aware_optimizer or has_linear_layers(a):
+        if a.optimizer != "adam" or has_linear_layers(a):
             return None
         if model.moe_router_topk and not model.num_experts:
             return None
         tied = not a.untie_embeddings_and_output_weights
-        return float(held_bytes(job, divided=a.use_distributed_optimizer, tied=tied).max())
+        gradient, optimizer = bytes_of(a)
+        of = held_bytes(job, divided=a.use_distributed_optimizer, tied=tied, gradient=gradient, optimizer=optimizer)
+        return float(of.max())
 
     def job(self, **given: Any) -> Job:
         """Build the job; `given`, of `make_job`, takes precedence. Raises ValueError for contradictions."""
@@ -106,6 +108,28 @@ class Description:
             "tp_overlap": tp_overlap(parallel.tp) if tile_rows(a, parallel) else 0.0,
         }
         return make_job(**details | given)
+
+
+def bytes_of(a: MegatronArguments) -> tuple[float, float]:
+    """Return bytes per parameter of gradients, and of what Adam keeps on a GPU: its states, and main parameters.
+
+    By upstream's `validate_args`, `OptimizerConfig` and `HybridDeviceOptimizer`, and by TransformerEngine's FusedAdam,
+    which of fp32 parameters keeps the 16 bits that bf16 weights lack. Other recipes of FP8 have theirs in Megatron.
+    """
+    halved = a.grad_reduce_in_bf16 or not (a.accumulate_allreduce_grads_in_fp32 or _bytes(a.main_grads_dtype) == 4)
+    gradient = 2 if halved else GRADIENT_BYTES
+    if a.optimizer_cpu_offload:  # what is left is fp32, whatever dtypes are given
+        return gradient, OPTIMIZER_BYTES * (1 - a.optimizer_offload_fraction)
+    if not a.use_precision_aware_optimizer:
+        return gradient, OPTIMIZER_BYTES
+    main = _bytes(a.main_params_dtype)
+    if main == 4 and not (a.fp8 and a.fp8_recipe != "delayed"):
+        main = 2
+    return gradient, main + _bytes(a.exp_avg_dtype) + _bytes(a.exp_avg_sq_dtype)
+
+
+def _bytes(dtype: str) -> int:
+    return 4 if dtype.endswith("32") else 1 if dtype.endswith("8") else 2
 
 
 def dispatcher_of(a: Any) -> str:

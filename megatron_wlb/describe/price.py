@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from megatron_wlb.describe.megatron import graphs_of, recompute_of, tp_overlap
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
-from megatron_wlb.simulate.memory import OPTIMIZER_BYTES, WEIGHT_BYTES, gpu_weights, held_bytes
+from megatron_wlb.simulate.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES, gpu_weights, held_bytes
 
 SIMULATED = "simulated"
 
@@ -96,4 +96,4 @@ def in_words(balance: float, speedup: float, found: Sequence[Price]) -> str:
 def divided_bytes(job: Job) -> Any:
     """Return bytes of weights, gradients and optimizer that FSDP divides over data-parallel ranks, float64 [pp]."""
     pairs = zip(gpu_weights(job), job.parallel.copies, strict=True)
-    return sum(weights * (WEIGHT_BYTES + OPTIMIZER_BYTES) / copies for weights, copies in pairs)
+    return sum(weights * (WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES) / copies for weights, copies in pairs)

@@ -20,8 +20,8 @@ from megatron_wlb.model import EXPERTS, FULL, MLP
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
-WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
-"""Bytes per parameter: the bf16 weight and its fp32 gradient; the states that the distributed optimizer divides."""
+WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
+"""Bytes per parameter: of a bf16 weight; of its fp32 gradient; of the states that the distributed optimizer divides."""
 
 USER_BUFFERS = 3
 """Buffers of hidden states for every size of tile, see `adapter.tiles`."""
@@ -43,16 +43,24 @@ def weight_bytes(job: Job, stage: int | None = None) -> float:
     return float(kept.max() if stage is None else kept[stage]) + rotary + buffers
 
 
-def held_bytes(job: Job, *, divided: bool = True, tied: bool = False) -> np.ndarray:
+def held_bytes(
+    job: Job,
+    *,
+    divided: bool = True,
+    tied: bool = False,
+    gradient: float = GRADIENT_BYTES,
+    optimizer: float = OPTIMIZER_BYTES,
+) -> np.ndarray:
     """Return bytes of weights, gradients and Adam's states on a GPU of every stage, float64 [pp].
 
-    `divided`: by the distributed optimizer; `tied`: the output layer has the weights of the embedding.
+    `divided`: by the distributed optimizer; `tied`: the output layer has the weights of the embedding; `gradient` and
+    `optimizer`: bytes per parameter.
     """
     weights, parallel = gpu_weights(job), job.parallel
     if tied and parallel.pp == 1:
         weights[0] -= job.model.vocabulary_weights / parallel.tp
     ranks = np.array(parallel.copies if divided else (1, 1))[:, None]
-    found: np.ndarray = (weights * (WEIGHT_BYTES + OPTIMIZER_BYTES / ranks)).sum(axis=0)
+    found: np.ndarray = (weights * (WEIGHT_BYTES + gradient + optimizer / ranks)).sum(axis=0)
     return found
 
 

@@ -15,8 +15,10 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron_wlb.adapter import cpu, data, jobs
 from megatron_wlb.adapter.layers import check_stack
@@ -27,8 +29,9 @@ from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.adapter.upstream import legacy
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.adapter.upstream.versions import check_version
-from megatron_wlb.describe.arguments import Refused, rows
+from megatron_wlb.describe.arguments import MegatronArguments, Refused, rows
 from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.megatron import bytes_of
 from megatron_wlb.plan.samples import windows
 from megatron_wlb.simulate.memory import DEVICE_SHARE
 from tests.adapter.datasets import write_lengths
@@ -51,7 +54,7 @@ MOE = "--num-experts 4 --moe-token-dispatcher-type"
 REFUSED = {
     "--step-batch-size-schedule 300:4": "first schedule entry must have threshold 0.*; give another, such as '0:512",
     "--step-batch-size-schedule 0:4 --wlb-micro-batches 8": "--step-batch-size-schedule has several; leave it out",
-    "--step-batch-size-schedule 0:4,1K:7": "7 micro-batches a step cannot be shared by 2 data-parallel",
+    "--step-batch-size-schedule 0:4,1K:7": "7 micro-batches per step cannot be shared by 2 data-parallel",
     f"--full-validation --multiple-validation-sets {VPP2}": "--multiple-validation-sets with virtual stages",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention",
@@ -249,7 +252,8 @@ def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
 
 
 def test_weights_and_optimizer_are_shared_as_flags_say(parse):
-    """By upstream's own formula: 18 bytes a parameter, of which the distributed optimizer shares 12; Adam's only."""
+    """By upstream's own formula: 18 bytes a parameter, of which the distributed optimizer shares 12; Adam's only. Other
+    dtypes are in proportion."""
 
     def held(*flags, optimizer="adam"):
         args = parse("--expert-tensor-parallel-size", "1", "--optimizer", optimizer, *flags)
@@ -261,13 +265,48 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     whole = held()
     assert whole % 18 == 0
     assert held("--use-distributed-optimizer") == whole * 9 / 18
-    assert held("--use-precision-aware-optimizer") is None
+    divided = "--use-distributed-optimizer", "--use-precision-aware-optimizer"  # over 4 ranks
+    assert held(*divided) == whole * (2 + 4 + 10 / 4) / 18
+    halves = "--main-grads-dtype", "bf16", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp8"
+    assert held(*divided, *halves) == whole * (2 + 2 + 5 / 4) / 18
+    assert held(*divided, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5") == whole * (6 + 6 / 4) / 18
     assert held(optimizer="sgd") is held("--use-distributed-optimizer", optimizer="muon") is None
     pipeline = "--pipeline-model-parallel-size", "2", "--num-layers"
     uneven = held(*pipeline, "4", "--decoder-last-pipeline-num-layers", "1")
     assert uneven == held(*pipeline, "6") > held(*pipeline, "4")
     moe = "4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq ([0]+[1]*3)".split()
     assert held(*pipeline, *moe, "--decoder-first-pipeline-num-layers", "3") > held(*pipeline, *moe)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_an_offloaded_optimizer_leaves_as_many_bytes_on_a_gpu_as_upstreams(fraction, monkeypatch):
+    """Of bf16 weights on a GPU, without memory: fp32 copies and fp32 states of what it does not offload."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    kinds = dict.fromkeys(("cpu_optimizer_cls", "gpu_optimizer_cls"), torch.optim.AdamW)
+    with FakeTensorMode() as mode:
+        empty = torch.empty(64, dtype=torch.bfloat16, device="meta")
+        weights = [torch.nn.Parameter(FakeTensor(mode, empty, torch.device("cuda", 0))) for _ in range(10)]
+        upstreams = HybridDeviceOptimizer(
+            [{"params": weights}],
+            **kinds,
+            offload_fraction=fraction,
+            param_update_in_fp32=True,
+            overlap_cpu_optimizer_d2h_h2d=False,
+            lr=1e-3,
+        )
+        kept = [each for group in upstreams.gpu_param_groups for each in group["params"]]
+        for each in kept:
+            each.grad = torch.empty_like(each)
+        if kept:
+            upstreams.gpu_optimizer.step()
+            states = [
+                state for each in kept for state in upstreams.gpu_optimizer.state[each].values() if state.numel() > 1
+            ]
+            kept += states
+    given = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+    a = MegatronArguments(**given, optimizer_offload_fraction=fraction, exp_avg_dtype="bf16")
+    assert sum(each.numel() * each.element_size() for each in kept) == pytest.approx(640 * bytes_of(a)[1])
 
 
 def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
@@ -330,6 +369,8 @@ def test_misuse_is_refused(call, message):
         "--use-distributed-optimizer",
         "--use-distributed-optimizer --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 "
         "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 256",
+        "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16",
+        "--use-distributed-optimizer --grad-reduce-in-bf16",
     ],
 )
 def test_analyze_leaves_activations_as_much_as_training_does(flags, parse):

@@ -30,6 +30,7 @@ def without(row, path):
         (without(STEP, "model.layers"), "the shape of GPT 7.1B is not known"),
         (STEP | {"hardware": "TPU v5p"}, "no profile of TPU v5p"),
         (STEP | {"hardware": "GB200", "software": {"generations": ("fa2",)}}, "no profile of GB200 with fa2"),
+        (STEP | {"hardware": "8x power-limited H100"}, "its power is limited, to how many watts is not published"),
         (STEP | {"software": {"unsimulated": "a reason"}}, "a reason"),
         (STEP | {"software": {"unheard": 1}}, "a field is not as expected"),
         (STEP | {"id": "some-model-sft"}, "packs of documents whose lengths are not published"),
@@ -74,6 +75,21 @@ def test_software_differs_in_what_a_row_leaves_open():
     assert exposed["predicted"] < predicted()["predicted"] < predicted(source=newer)["predicted"]
     assert predicted(software={"per_drain": 8})["predicted"] < predicted()["predicted"]  # a bubble for every eight
     assert predicted(precision="bf16")["kinds"] == ["bf16 dense"] and predicted()["kinds"] == ["FP8 dense"]
+
+
+def test_layers_of_the_first_and_last_stage_are_those_that_a_row_has():
+    row = ROWS["dgxc-h100-dsv3-bf16-512"]
+    for ends in ([7, 6], [4, 9]):
+        changed = row | {"layout": row["layout"] | {"end_layers": ends}}
+        layers = published.job_of(changed, published.run_of(changed)).decoder_layers()
+        assert layers.sum(axis=1).tolist() == [ends[0], *[8] * 6, ends[1]]
+
+
+def test_a_step_whose_flags_are_not_known_is_predicted_by_defaults():
+    (full,), _ = published.predict([row := ROWS["bridge-26.08-gb200-qwen3_30b_a3b-mxfp8"]])
+    (bare,), _ = published.predict([row | {"software": published.UNSTATED}])
+    assert bare["unstated"] == 1 and full["unstated"] == pytest.approx(full["predicted"] / bare["predicted"])
+    assert full["unstated"] > 1.2  # no graphs
 
 
 def test_a_row_is_of_the_software_that_its_fields_name_whatever_its_notes_say():

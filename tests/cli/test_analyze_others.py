@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_wlb.cli.analyze.report import Others, Ratio, Steps, at_its_best, compared
+from megatron_wlb.cli.analyze.setup import Schemes
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.describe import alternatives
 from megatron_wlb.describe.make import make_job
@@ -15,6 +17,7 @@ from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.samples import Samples, windows
 from megatron_wlb.simulate.memory import peak_bytes
+from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, N, analyse, setup
 
 
@@ -102,6 +105,22 @@ def test_other_layouts_have_the_tokens_of_the_run(data):
     words = JOB.replace(f"--global-batch-size {N} ", ""), "--data-path", data
     found = setup(*words, "--pipeline-model-parallel-size 2 --num-gpus 4")
     assert {each.global_batch_size for each in (found.job, *found.layouts)} == {4} and found.layouts
+
+
+def test_megatron_has_its_best_micro_batch_size_in_other_layouts_too(tmp_path):
+    write_index(tmp_path / "short.idx", np.random.default_rng(0).integers(2, 300, 3000))
+    words = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --swiglu --seq-length 1024"
+    words += f" --global-batch-size 16 --wlb-micro-batches 16 --num-gpus 2 --split 1 --data-path {tmp_path}/short.idx"
+
+    def there(size):
+        """The speed-up of Megatron on two data-parallel ranks instead of two stages."""
+        found, steps = setup(words, f"--pipeline-model-parallel-size 2 --micro-batch-size {size}"), Steps(2, 2)
+        ours = found.with_wlb(found.job)
+        alone, _ = at_its_best(found.without_wlb(), found.run.budget, steps)
+        others = Others(found, compared(Schemes(found.of_run, alone, ours), steps), Ratio(1.0, 0.0), 1)
+        return others._of_megatron(replace(found.job, parallel=Parallel(dp=2)))
+
+    assert there(1) == there(2) == there(8) > 1.05
 
 
 def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_a_layer():

@@ -74,6 +74,21 @@ def test_the_gain_of_the_exchange_is_not_called_balance(tmp_path):
     assert "published steps of dense models on H100" in doubts and doubts.endswith("has confirmed a gain.")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "CUDA graphs, dispatcher, overlap and fusion of experts are not given: at least 80 % of"),
+        ("--moe-token-dispatcher-type flex", "Predicted times of"),
+        ("-- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py", "Predicted times of"),
+    ],
+)
+def test_flags_of_experts_that_are_not_given_widen_the_error(tmp_path, flags, said):
+    experts = RING.replace("llama2-7b", "qwen3-30b-a3b").replace("size 8", "size 4")
+    words = f"{experts} --num-experts 128 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 {flags}"
+    _, _, doubts, _ = sentences(report(tmp_path, KINDS["full windows"][0], words))
+    assert said in doubts and "published steps of mixtures of experts on H100" in doubts
+
+
 def test_the_first_line_says_what_the_number_stands_on(tmp_path, data):
     def said(*words):
         return _predicted(type("Report", (), {"setup": setup(*words)}))

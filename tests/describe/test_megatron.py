@@ -7,7 +7,7 @@ import pytest
 
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
-from megatron_wlb.describe.megatron import Description, parallel_of, recompute_of, row_multiple
+from megatron_wlb.describe.megatron import Description, bytes_of, parallel_of, recompute_of, row_multiple
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.model import MODELS, ModelShape
@@ -31,6 +31,35 @@ def job_of(stated, profile="flops", **given):
     settings = {"packing": policy_of(None), "sharding": Sharding(), "settings": PlanSettings()}
     settings |= {"run_settings": RunSettings(), "profile": profile}
     return Description(arguments=MegatronArguments.of(stated), **settings).job(**given)
+
+
+PRECISION_AWARE = {"use_precision_aware_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, (4, 12)),
+        ({"grad_reduce_in_bf16": True}, (2, 12)),
+        (PRECISION_AWARE, (4, 2 + 4 + 4)),  # the 16 bits of fp32 that bf16 weights lack
+        (PRECISION_AWARE | {"main_params_dtype": "fp16"}, (4, 2 + 4 + 4)),
+        (PRECISION_AWARE | {"fp8": "hybrid"}, (4, 2 + 4 + 4)),
+        (PRECISION_AWARE | {"fp8": "hybrid", "fp8_recipe": "blockwise"}, (4, 4 + 4 + 4)),
+        (PRECISION_AWARE | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}, (4, 2 + 2 + 1)),
+        (PRECISION_AWARE | {"exp_avg_dtype": "torch.bfloat16", "exp_avg_sq_dtype": "torch.uint8"}, (4, 2 + 2 + 1)),
+        (PRECISION_AWARE | {"main_grads_dtype": "bf16"}, (2, 2 + 4 + 4)),
+        (PRECISION_AWARE | {"main_grads_dtype": "bf16", "accumulate_allreduce_grads_in_fp32": True}, (4, 2 + 4 + 4)),
+        (PRECISION_AWARE | {"optimizer_cpu_offload": True, "exp_avg_dtype": "bf16"}, (4, 0)),
+        (PRECISION_AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25}, (4, 9)),
+    ],
+)
+def test_weights_gradients_and_states_have_the_dtypes_of_arguments(stated, expected):
+    assert bytes_of(arguments(**stated)) == expected
+
+
+def test_a_dtype_that_megatron_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="int4"):
+        arguments(exp_avg_dtype="int4")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +142,7 @@ def test_layouts(stated, expected):
         ({"seq_length": None}, "^no --seq-length; give the context window"),
         ({"global_batch_size": None}, "^no --global-batch-size; give the context windows"),
         ({"seq_length": 1026, "context_parallel_size": 4}, "1026, which 4 context-parallel .* give a multiple of 8"),
-        ({"world_size": 3}, "8 micro-batches a step cannot be shared by 3 data-parallel ranks"),
+        ({"world_size": 3}, "8 micro-batches per step cannot be shared by 3 data-parallel ranks"),
         ({"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 3, "world_size": 16},
          "cannot be interleaved over 4 pipeline stages in groups of 4"),
         ({"num_layers": "many"}, "^--num-layers is 'many'; it must be int.*; give another value$"),

@@ -17,8 +17,8 @@ H100 = job(profile=load_profile("h100-cudnn"), context_length=4096)
 @pytest.fixture
 def rows(monkeypatch):
     """Of dense models on H100, many in FP8, few of these long; of experts one."""
-    short, long = ([Row(False, "h100", "fp8", each, ratio)] * 9 for each, ratio in ((False, 1.1), (True, 0.5)))
-    found = [*short, *long[:2], Row(False, "h100", "bf16", False, 2.0), Row(True, "h100", "bf16", True, 1.5)]
+    short, long = ([Row(False, "h100", "fp8", each, ratio, None)] * 9 for each, ratio in ((False, 1.1), (True, 0.5)))
+    found = [*short, *long[:2], Row(False, "h100", "bf16", False, 2.0, None), Row(True, "h100", "bf16", True, 1.5, 0.8)]
     monkeypatch.setattr(published, "ROWS", found)
     return found
 
@@ -32,6 +32,22 @@ def test_the_closest_kind_that_has_enough_rows_is_taken(rows):
     assert errors_like(H100)[:2] == ("dense models on H100, windows below 32K", 10)
     experts = errors_like(replace(H100, model=MODELS["qwen3-30b-a3b"]))
     assert experts[:2] == ("mixtures of experts on H100", 1) and experts.median == pytest.approx(math.log(1.5))
+
+
+def test_where_flags_are_not_known_errors_of_experts_are_of_predictions_without_them(rows):
+    moe = replace(H100, model=MODELS["qwen3-30b-a3b"])
+    known, unknown = (errors_like(moe, flags=each) for each in (True, False))
+    assert (known.least, known.most, known.flags) == (1.5, 1.5, True)
+    assert (unknown.least, unknown.most, unknown.flags) == (0.8, 0.8, False)
+    assert errors_like(H100, flags=False) == errors_like(H100)
+
+
+def test_a_range_leaves_few_rows_out():
+    assert sum(row.unstated is not None for row in ROWS) == sum(row.experts for row in ROWS)
+    found = errors_like(replace(H100, model=MODELS["qwen3-30b-a3b"]), flags=False)
+    of_kind = [row.unstated for row in ROWS if row.experts and row.gpu == "h100" and row.precision == "bf16"]
+    assert len(of_kind) == found.rows and found.median > 0.1
+    assert sum(found.least <= each <= found.most for each in of_kind) >= 0.8 * found.rows
 
 
 def test_a_kind_without_rows_has_no_error(rows):

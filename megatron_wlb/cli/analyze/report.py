@@ -18,7 +18,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.micro_batches import ALIKE
-from megatron_wlb.simulate.published import Errors, errors_like
+from megatron_wlb.simulate.published import FLAGS, Errors, errors_like
 from megatron_wlb.simulate.step import TIME_SHARES, SimulatedStep, breakdown, imbalances
 
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
@@ -220,7 +220,9 @@ def analyse(setup: Setup, steps: Steps, begin: Begin) -> Report:
     others = Others(setup, schemes, speedups.ours, steps.packed // steps.simulated)
     begin("other layouts and flags")
     balance, found = others.prices()
-    published = errors_like(setup.job)
+    launched = setup.run.launched
+    stated = launched.source != "flags" or any(launched.stated.get(name) for name in FLAGS)
+    published = errors_like(setup.job, flags=stated)
     return Report(
         setup=setup,
         documents=documents_of(setup),
@@ -264,9 +266,11 @@ class Others(NamedTuple):
         return [Layout(each, self._of_megatron(each.job), layout_flags(each.job)) for each in tried[:MOST_LAYOUTS]]
 
     def _of_megatron(self, job: Job) -> float | None:
-        """Return the speed-up of Megatron in another layout; None if it cannot train there."""
+        """Return the speed-up of Megatron in another layout, at its best size there; None if it cannot train there."""
+        few, budget = min(len(self.schemes.thd.us), READING_STEPS), self.setup.run.budget_bytes(job)
         with contextlib.suppress(ValueError):  # such as of a micro-batch size that does not divide the windows
-            return speedup(self._measure(self.setup.without_wlb(job)), self.schemes.thd).value
+            best, _ = at_its_best(self.setup.without_wlb(job), budget or 0.0, Steps(few, few))
+            return speedup(self._measure(best), self.schemes.thd).value
         return None
 
     def recompute(self) -> Faster | None:

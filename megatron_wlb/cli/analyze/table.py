@@ -176,9 +176,14 @@ def _doubts(report: Report) -> str:
     least, most = (f"{each:.2f}" for each in _least_and_most(report, (KERNELS_OF, ATTENTION_TAKES), thd=True))
     kernels = least if least == most else f"{least} to {most}"
     (of_network,) = (each.thd for each in report.readings if each.what == HALF_THE_NETWORK)
-    kind, count, median, p90 = report.published
+    kind, count, median, p90, least_time, most_time, flags = report.published
     if median is None or p90 is None:
         alike = f"The error is not known: no step of {kind} is published that was predicted."
+    elif not flags:
+        alike = (
+            f"The run's CUDA graphs, dispatcher, overlap and fusion of experts are not given: at least 80 % of {count} "
+            f"published steps of {kind} took {least_time:.2f} to {most_time:.2f} times the time predicted without them."
+        )
     else:
         errors = f"{100 * median:.0f} % (median) and {100 * p90:.0f} % (p90)"
         alike = f"Predicted times of {count} published steps of {kind} are off by {errors}."
