@@ -112,7 +112,7 @@ QUICK = replace(
 PACKINGS: dict[str, Packing] = {
     BASELINE: MegatronPacking(),
     CONTROL: MegatronPacking(),
-    "wlb": PaperPacking(),
+    "paper": PaperPacking(),
     "delay": AdaptivePacking(max_delay_steps=30),
     "fixed-8": FixedPacking(global_batches=8),
 }

@@ -29,7 +29,7 @@ MEASURES = {"imbalance": "imbalance_mean", "late_steps": "late_steps", "token_cv
 COLORS = {
     "original": "#000000",
     "original-shuffled": "#8c8c8c",
-    "wlb": "#009e73",
+    "paper": "#009e73",
     "delay": "#0072b2",
     "fixed-8": "#d55e00",
 }
@@ -135,7 +135,7 @@ def goals(rows: list[Row]) -> list[results.Goal]:
     for row in _compared(rows):
         name = f"{row['variant']}: half of the 95 % interval of the difference to {BASELINE}, percent of the loss"
         wanted.append(results.at_most(name, row["difference_half_width"], HALF_WIDTH_PERCENT))
-        if row["variant"] in ("wlb", "delay"):
+        if row["variant"] in ("paper", "delay"):
             name = f"{row['variant']}: p of the two one-sided tests within {MARGIN_PERCENT} % of {BASELINE}"
             wanted.append(results.at_most(name, row["equivalence_p"], round(1 - CONFIDENCE, 2)))
     return wanted

@@ -9,23 +9,25 @@ import numpy as np
 from scipy.optimize import lsq_linear
 
 from benchmarks.results import Row
-from megatron_wlb.cost import host, linear
 from megatron_wlb.hardware.profile import gpu_of
+from megatron_wlb.layers import KINDS, experts
 from megatron_wlb.simulate.published import RANGE
 
-FITTED: dict[str, tuple[dict[Any, float], tuple[Any, ...]]] = {
-    "launches of attention, us": (host.LAUNCHES_US, ("attn", "mlp", "mamba")),
-    "of a router, us": (host.LAUNCHES_US, ("moe_router",)),
-    "of experts, us": (host.LAUNCHES_US, ("moe",)),
-    "of an expert with casts, us": (host.EXPERT_US, (True,)),
-    "exchange hidden": (vars(linear), ("OVERLAP_HIDES",)),
-    "passes over copies": (linear.COPY_PASSES, (False,)),
-    "passes, fused": (linear.COPY_PASSES, (True,)),
+FITTED: dict[str, list[tuple[dict[Any, float], Any]]] = {
+    "launches of attention, us": [
+        (kind.modules, name) for kind in KINDS for name in kind.modules if not name.startswith("moe")
+    ],
+    "of a router, us": [(experts.Experts.modules, "moe_router")],
+    "of experts, us": [(experts.Experts.modules, "moe")],
+    "of an expert with casts, us": [(experts.EXPERT_US, True)],
+    "exchange hidden": [(vars(experts), "OVERLAP_HIDES")],
+    "passes over copies": [(experts.COPY_PASSES, False)],
+    "passes, fused": [(experts.COPY_PASSES, True)],
 }
 """Where they are."""
 LAYER = ("launches of attention, us", "of a router, us", "of experts, us")
 """Constants of which the steps tell the sum."""
-SHIPPED = np.array([constants[keys[0]] for constants, keys in FITTED.values()])
+SHIPPED = np.array([where[key] for (where, key), *_ in FITTED.values()])
 STEP = 0.1
 """Change of a constant, as a share, by which derivatives are taken."""
 MOST = 2.5
@@ -40,8 +42,9 @@ def constants(values: np.ndarray) -> Iterator[None]:
     """Predict by other constants, float64 [len(FITTED)], for a while."""
 
     def write(values: np.ndarray) -> None:
-        for value, (where, keys) in zip(values.tolist(), FITTED.values(), strict=True):
-            where.update(dict.fromkeys(keys, value))
+        for value, places in zip(values.tolist(), FITTED.values(), strict=True):
+            for where, key in places:
+                where[key] = value
 
     write(values)
     try:

@@ -62,7 +62,7 @@ def balanced_time(step: SimulatedStep) -> float:
     balanced = []
     for p in step.passes:
         forward, backward = (
-            time - p.expert_wait[d] - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
+            time - p.pool_wait[d] - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
             for d, time in enumerate((p.forward, p.backward))
         )
         balanced.append(replace(p, forward=forward, backward=backward))

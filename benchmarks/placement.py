@@ -47,7 +47,7 @@ def jobs(quick: bool) -> list[Row]:
             job = job_7b(MICRO_BATCHES * dp, model=model, parallel=parallel, packing=packing, profile=profile)
             job = replace(job, crossover_tokens=crossover(job))
             row = {"model": name, "policy": policy, "DP": dp, "CP": cp, "PP": pp, "TP": parallel.tp}
-            rows.append(row | {"ranks": parallel.expert_dp_ranks} | simulated(job, 3 if quick else 20))
+            rows.append(row | {"ranks": parallel.pooling_ranks} | simulated(job, 3 if quick else 20))
     return rows
 
 

@@ -6,8 +6,8 @@ FILE has a row for every publication. Without one, benchmarks/data/published.jso
 benchmarks/results/published.json written, with ratios of steps for `analyze`. Bars of attention kernels are predicted
 by profiles of other bars, but for those of B200, which have one publication alone: MagiAttention's bars give the
 profile, and its packs of documents are scored. Steps of mixtures of experts are those that launches, copies of rows and
-overlap (`cost.host.LAUNCHES_US`, `EXPERT_US`, `cost.linear.COPY_PASSES` and `OVERLAP_HIDES`) are fitted to, and dense
-ones of GB200 and GB300 the rates of their products (`benchmarks.attention`). The fit of the first is repeated without a
+overlap (`Part.modules`, `layers.experts`) are fitted to, and dense ones of GB200 and GB300 the rates of their products
+(`benchmarks.attention`). The fit of the first is repeated without a
 model, a release or a GPU in turn (`benchmarks.experts`). What a row leaves open is what its software does (`SOFTWARE`,
 or the row's field `software`), or else: a layer a virtual stage as in most of NVIDIA's recipes, micro-batches of one
 window, windows of one document, 4 M tokens a step. Rows that cannot be predicted are listed with the reason.

@@ -52,7 +52,7 @@ from megatron_wlb.plan.micro_batches import predictions, recomputed
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate.memory import DEVICE_SHARE, weight_bytes
+from megatron_wlb.simulate.memory import DEVICE_SHARE, one_document, step_peak_bytes, weight_bytes
 from megatron_wlb.simulate.recompute import ways
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step
 
@@ -369,11 +369,17 @@ def draw(folder: Path) -> Path:
             style = {"color": color, "edgecolor": "white", "linewidth": 0.3, "label": None if stage else word}
             axes.broken_barh(list(zip(begins, ends - begins, strict=True)), (stage - 0.4, 0.8), **style)
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set(yticks=stages, yticklabels=[f"stage {stage}" for stage in stages], xlim=(0, None))
+        (shards,), job = step.shards, step.job
+        rows = np.array([plan.lengths.sum() for plan in shards]) / job.parallel.cp
+        peaks = [step_peak_bytes(job, stage, rows, [one_document(job)] * len(rows)) / 2**30 for stage in stages]
+        labels = [f"stage {stage}: {peak:.0f} GiB" for stage, peak in zip(stages, peaks, strict=True)]
+        axes.set(yticks=stages, yticklabels=labels, xlim=(0, None))
         axes.invert_yaxis()
         of_limit = f"{title}: {100 * limit / step.time:.0f} % of the speed without idle time"
         axes.set_title(of_limit, loc="left", fontsize=10)
-    drawn[-1].set_xlabel("time; 1: the same work if no GPU ever waited (white: idle)")
+    drawn[-1].set_xlabel(
+        "time; 1: the same work if no GPU ever waited (white: idle). GiB: activations of a GPU at their peak, predicted"
+    )
     drawn[0].legend(loc="upper right", ncols=2, fontsize=8, bbox_to_anchor=(1, 1.3), frameon=False)
     return results.save(figure, "step_time", folder)
 

@@ -79,15 +79,21 @@ class Parallel:
         return self.ep * self.expert_tp
 
     @property
+    def shards(self) -> tuple[int, int]:
+        """Ranks of a stage that divide weights: outside of experts, and all experts of a layer."""
+        return self.tp, self.expert_ranks
+
+    @property
     def copies(self) -> tuple[int, int]:
         """Ranks that have the same weights and divide their optimizer: outside of experts, and of an expert."""
         return self.dp * self.cp, self.dp * self.cp * self.tp // self.expert_ranks
 
     @property
-    def expert_dp_ranks(self) -> int:
-        """Neighbouring data-parallel ranks that wait for each other's experts.
+    def pooling_ranks(self) -> int:
+        """Neighbouring data-parallel ranks that pool parts of a layer: experts, of which each has some.
 
-        Megatron divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`.
+        They do equal shares of all the work there, and in every layer wait for the one that comes last. Megatron
+        divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`.
         """
         return math.lcm(self.expert_ranks, self.tp * self.cp) // (self.tp * self.cp)
 
@@ -272,7 +278,7 @@ class Job:
                 f"the work of {self.num_micro_batches} micro-batches of {self.max_tokens} tokens at a crossover of "
                 f"{self.crossover_tokens} overflows 64 bits; lower one of them"
             )
-        if self.cp_exchange == "latents" and not self.model.kv_lora_rank:
+        if self.keeps_exchanged and not self.model.kv_lora_rank:
             raise ValueError("cp_exchange is 'latents', and the model has none; choose another")
 
     def _check_offloading(self) -> None:
@@ -342,16 +348,27 @@ class Job:
         return FP32 if self.sharding.cp_gradients == "fp32" else self.bytes_per_value
 
     @property
+    def exchanges_needed(self) -> bool:
+        """Whether context-parallel ranks exchange only rows that they need."""
+        return self.cp_exchange in ("shared", "latents")
+
+    @property
+    def keeps_exchanged(self) -> bool:
+        """Whether what is exchanged, before attention, is kept for backward: latents."""
+        return self.cp_exchange == "latents"
+
+    @property
     def expands_again(self) -> bool:
         """Whether backward expands K and V of all keys from latents again."""
-        return self.cp_exchange == "latents" and self.recompute.granularity != "full"
+        return self.keeps_exchanged and self.recompute.granularity != "full"
 
     def work(self, lengths: np.ndarray) -> np.ndarray:
         """Return the work of documents of `lengths`, int64 [n], see `document_work`."""
         return document_work(lengths, self.crossover_tokens, self.model.window, self.model.windowed_share)
 
     @property
-    def expert_crossover_tokens(self) -> int:
+    def pooled_crossover_tokens(self) -> int:
+        """The part of `crossover_tokens` that is pooled (`Parallel.pooling_ranks`)."""
         return self.crossover_tokens * self.model.expert_weights // self.model.token_weights
 
     @property
@@ -398,7 +415,7 @@ class Job:
             micro_batches_per_rank=count,
             group_size=self.parallel.group_size,
             overlap_transfers=self.overlap_transfers and self.parallel.vpp > 1,
-            overlaps_experts=self.overlaps_experts,
+            by_turns=self.overlaps_experts,
         )
 
     def of_step(self, count: int, tokens: int) -> "Job":

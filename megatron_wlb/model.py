@@ -147,7 +147,12 @@ class ModelShape:
 
     def parts_of(self, kind: str) -> str:
         """Return the parts of a layer, a letter each."""
-        return kind if self.hybrid else kind + (EXPERTS if self.moe_router_topk else MLP)
+        return kind if self.hybrid else kind + self.feed_forward
+
+    @property
+    def feed_forward(self) -> str:
+        """The part of layers behind attention; of a hybrid model, the larger one."""
+        return EXPERTS if self.moe_router_topk else MLP
 
     def mixer_of(self, kind: str) -> Mixer | None:
         mixer: Mixer | None = getattr(self, MIXERS[kind]) if kind in MIXERS else None
@@ -273,6 +278,11 @@ class ModelShape:
     def layer_weights(self) -> int:
         """Weights of the matrices of one layer, on average over kinds."""
         return self._mean({kind: self.weights_of(kind) for kind in self.kinds})
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are known, not only those of a token's experts."""
+        return not self.moe_router_topk or self.num_experts > 0
 
     @property
     def expert_weights(self) -> int:

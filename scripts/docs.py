@@ -112,7 +112,7 @@ def versions() -> str:
         [
             [
                 "megatron-core",
-                ", ".join([*older, pinned["megatron-core"]]),
+                f"{', '.join([*older, pinned['megatron-core']])}; main of August 2026 by hand",
                 f"{releases}, main ({newest})",
                 "others, dev",
             ],
@@ -134,7 +134,7 @@ def versions() -> str:
                 "-",
                 f"older than {project['requires-python'][2:]}; training with {planning}, by upstream's flags",
             ],
-            ["Megatron-Bridge", f"{bridge}, by hand", "0.7, by its source", "with a megatron-core before 0.19"],
+            ["Megatron-Bridge", bridge, "0.7, by its source", "with a megatron-core before 0.19"],
         ],
     )
 

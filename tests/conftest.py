@@ -1,4 +1,5 @@
-"""Tests marked `full` run only with --run-full; no test has a deadline, since a busy machine is no failure.
+"""Tests marked `ci` run with --run-ci, `full` with --run-full, which runs both; no test has a deadline, since a busy
+machine is no failure.
 
 Hypothesis tries the same examples on every machine; `--hypothesis-profile random` tries others, and ten times as many.
 """
@@ -16,7 +17,8 @@ settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-full", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--run-ci", action="store_true", help="also run what is tested before a change is merged")
+    parser.addoption("--run-full", action="store_true", help="also run all tests that take minutes")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -33,6 +35,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)  # those wait for minutes, in which others run
     if config.getoption("--run-full"):
         return
+    off = ["full"] if config.getoption("--run-ci") else ["ci", "full"]
     for item in items:
-        if "full" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="runs with --run-full"))
+        for mark in off:
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=f"runs with --run-{mark}"))

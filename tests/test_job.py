@@ -9,7 +9,7 @@ import pytest
 
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import Versions, load_profile
-from megatron_wlb.job import MAX_TOKENS, Recompute, differences
+from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.pipeline.split import Split
@@ -204,7 +204,23 @@ def test_work_is_linear_beyond_a_window():
 
 def test_experts_are_a_part_of_the_crossover():
     dense = job(crossover_tokens=1 << 20)
-    assert dense.expert_crossover_tokens == 0
+    assert dense.pooled_crossover_tokens == 0
     model = replace(dense.model, moe_router_topk=2, padded_vocab_size=0)
     # 64 x 256 x 2 weights of experts, and 64 x 64 x 4 of attention.
-    assert replace(dense, model=replace(model, gated_linear_unit=False)).expert_crossover_tokens == (1 << 20) * 2 // 3
+    assert replace(dense, model=replace(model, gated_linear_unit=False)).pooled_crossover_tokens == (1 << 20) * 2 // 3
+
+
+@pytest.mark.parametrize("stages_before_dp", [False, True])
+def test_ranks_are_numbered_once_and_stages_are_a_stride_apart(stages_before_dp):
+    p = Parallel(tp=2, cp=3, pp=4, dp=5, stages_before_dp=stages_before_dp)
+    number = {(s, d, c, t): p.rank(s, d, c, t) for s, d, c, t in np.ndindex(4, 5, 3, 2)}
+    assert sorted(number.values()) == list(range(p.num_gpus))
+    for (stage, dp, cp, tp), rank in number.items():
+        assert rank - number[0, dp, cp, tp] == stage * p.stage_stride
+        assert rank - number[stage, dp, 0, 0] == 2 * cp + tp
+
+
+def test_ranks_of_a_stage_that_do_not_divide_weights_have_copies():
+    for tp, cp, dp, ep, etp in ((4, 2, 3, 2, 1), (4, 2, 4, 8, None), (2, 1, 4, 4, 2), (1, 2, 4, 1, None)):
+        p, ranks = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp), tp * cp * dp
+        assert p.copies == (ranks // tp, ranks // (ep * (etp or tp)))

@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 
 from megatron_wlb.job import Job
@@ -140,15 +138,3 @@ def _seconds(began: Any, ended: Any) -> float:
     if not ended.query():  # upstream has read the gradient norm, and it has ended
         ended.synchronize()
     return float(began.elapsed_time(ended)) / 1e3
-
-
-def attended_squares(args: Namespace, lengths: np.ndarray) -> float:
-    """Return twice the token pairs of attention, averaged over all layers."""
-    exact = lengths.astype(np.float64)
-    squares = (exact**2).sum()
-    if window := args.window_size:
-        layers = range(1, args.num_layers + 1)
-        windowed = sum(is_layer_window_attention(window, args.window_attn_skip_freq, layer) for layer in layers)
-        beyond = np.maximum(exact - (window[0] + 1), 0) if window[0] >= 0 else np.zeros(1)
-        squares -= windowed / args.num_layers * (beyond**2).sum()
-    return float(squares)

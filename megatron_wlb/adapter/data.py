@@ -100,7 +100,7 @@ class Batch:
     """int64 [s], of `tokens` in their documents, or in their windows; in the order of `tokens`, which tiles have
     changed (`Tiles.order`). Only on stages with an embedding or the loss."""
     tokens: torch.Tensor | None
-    """int64 [1 + depths, s]; row k is k tokens further ahead (`mtp`). Only on stages with an embedding, and for a
+    """int64 [1 + depths, s]; row k is k tokens further ahead. Only on stages with an embedding, and for a
     digest on those with the loss."""
     labels: torch.Tensor | None
     """int64 [1 + depths, s]; only on stages with the loss, as the fields below."""
@@ -109,7 +109,7 @@ class Batch:
     origin: torch.Tensor | None
     """int64 [s]: the micro-batch without `--wlb` that a row belongs to (`Reading.origin`); 0 on padding."""
     padding: torch.Tensor | None
-    """bool [s]: rows of no document; only for models with experts, and for a digest."""
+    """bool [s]: rows of no document; only for layers that take such a mask, and for a digest."""
 
     def to(self, device: torch.device) -> "Batch":
         return self._each(lambda part: part.to(device, non_blocking=True))
@@ -132,8 +132,8 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
     cp_rank: int
     is_first: bool
     is_last: bool
-    experts: bool
-    """Has the model such layers?"""
+    padded: bool
+    """Do layers take a mask of rows that are padding?"""
     linear: bool
     encode: Encoding
     """Of the attention backend."""
@@ -161,7 +161,7 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
             labels=labels if self.is_last else None,
             loss_mask=loss_mask if self.is_last else None,
             origin=origin if self.is_last else None,
-            padding=self._padding(plan) if self.experts or self.reading.digest else None,
+            padding=self._padding(plan) if self.padded or self.reading.digest else None,
         )
 
     def _padding(self, plan: MicroBatchPlan) -> torch.Tensor:

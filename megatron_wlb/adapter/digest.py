@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
-from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 from torch import Tensor
 
 from megatron_wlb.adapter.data import Batch
+from megatron_wlb.adapter.layers.attention import keys_before
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.plan.mock import FINALIZER, GOLDEN
 from megatron_wlb.runtime.all_to_all import seen_sums
@@ -160,8 +160,8 @@ class Upstream:
         place = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
         begins, stops = _bounds(batch, place)
         own = place - begins
-        window = _window(args)
-        first = begins if window is None else torch.maximum(begins, place - window)
+        before = [keys for keys in keys_before(args) if keys is not None]
+        first = torch.maximum(begins, place - before[0]) if len(before) == args.num_layers else begins
         keys = _keys(tokens, batch["position_ids"] if _learned(args) else own)
         sums = torch.nn.functional.pad(keys.cumsum(-1), (1, 0))
         seen = sums[:, 1:] - sums.gather(1, first)
@@ -211,10 +211,3 @@ def _bounds(batch: dict[str, Tensor], place: Tensor) -> tuple[Tensor, Tensor]:
     if "attention_mask" in batch:
         return batch["attention_mask"].squeeze(1).to(torch.uint8).argmin(-1), whole[1]  # 1: hidden
     return whole
-
-
-def _window(args: Namespace) -> int | None:
-    """Return the keys that a row sees before its own in all layers; None: in some, all of its document."""
-    layers = range(1, args.num_layers + 1)
-    windowed = all(is_layer_window_attention(args.window_size, args.window_attn_skip_freq, i) for i in layers)
-    return args.window_size[0] if windowed and args.window_size[0] >= 0 else None

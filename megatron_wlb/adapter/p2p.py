@@ -19,14 +19,17 @@ from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.runtime.all_to_all import gradient_group
 
-_GROUPS, _EXPERTS = ("tp", "intra_dp_cp", "pp", "mp", "intra_dist_opt"), ("ep", "tp_ep", "intra_expt_dp")
-"""Process groups whose collectives a step calls, by upstream's names."""
+_GROUPS = ("tp", "intra_dp_cp", "pp", "mp", "intra_dist_opt")
+"""Process groups whose collectives every step calls, by upstream's names."""
 
 
-def connect(job: Job, device: torch.device) -> None:
-    """Make the communicators of a step; NCCL would make each at its first use, inside of a step."""
+def connect(job: Job, device: torch.device, of_layers: Sequence[str]) -> None:
+    """Make the communicators of a step; NCCL would make each at its first use, inside of a step.
+
+    `of_layers`: names of groups whose collectives only some layers call.
+    """
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    used = [getattr(groups, name) for name in _GROUPS + (_EXPERTS if job.model.moe_router_topk else ())]
+    used = [getattr(groups, name) for name in (*_GROUPS, *of_layers)]
     if job.parallel.cp > 1:
         used.append(groups.cp)
         if job.cp_exchange == "shared":

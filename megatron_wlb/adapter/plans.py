@@ -20,7 +20,7 @@ from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.job import Job, differences
 from megatron_wlb.packing import state
 from megatron_wlb.plan.packer import PackedStep, Packer
-from megatron_wlb.plan.step import Planner, StepPlan, digest_of
+from megatron_wlb.plan.step import Planner, StepPlan, digest_of, packing_gain
 
 
 def state_path(folder: str, iteration: int) -> Path:
@@ -141,6 +141,13 @@ class Plans:
     def trained(self, iteration: int) -> StepPlan:
         """Return the plan of the step that training counts as `iteration`, from 1 on."""
         return self._planners["train"].get(iteration - 1)
+
+    def gain(self, plan: StepPlan) -> float | None:
+        """Return the `packing_gain` of a training step."""
+        job, samples, first = self.job("train", plan.step), self._splits["train"].samples, plan.packed.first
+        stop = first + job.global_batch_size
+        own = samples.pieces(first, stop if samples.order is not None else min(stop, len(samples)))
+        return packing_gain(plan.batch, own, job)
 
     @property
     def wait_seconds(self) -> float:

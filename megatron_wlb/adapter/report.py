@@ -19,8 +19,9 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer, print_ra
 
 from megatron_wlb import __version__, files
 from megatron_wlb.adapter import forecast
-from megatron_wlb.adapter.clock import Clock, attended_squares
+from megatron_wlb.adapter.clock import Clock
 from megatron_wlb.adapter.digest import digest_line, reduced
+from megatron_wlb.adapter.layers.attention import attended_squares
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.adapter.upstream.replaced import replaced
@@ -45,8 +46,10 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 class Report:
     """Replaces upstream's step log (`installed`), and adds the output of `--wlb`."""
 
-    def __init__(self, args: Namespace, run: RunSettings) -> None:
+    def __init__(self, args: Namespace, run: RunSettings, said: Sequence[str]) -> None:
         self._args, self._run = args, run
+        self._said = list(said)  # printed before the first step, together
+        self._forecast: Callable[[], Any] | None = None  # begun then
         self._job: Job
         self._plans: Plans
         self._tried: Sequence[Prediction] = ()
@@ -71,36 +74,36 @@ class Report:
         self._wanted = tuple(wanted)
 
     def start(self, data: SplitData, backend: Choice, described: Description) -> None:
-        """Print the data, the job and how it is planned."""
+        """Take the data and the plan, to print them before the first step."""
         job, device = self._job, "cuda" if torch.cuda.is_available() else "cpu"
         if misfit := job.profile.misfit(torch.cuda.get_device_name() if device == "cuda" else None, job.precision):
-            print_rank_0(f"> wlb: warning: {misfit}")
+            self._say(f"warning: {misfit}")
         if data.remark:
-            print_rank_0(f"> wlb: {data.remark}")
+            self._say(data.remark)
         groups = f" in groups of {job.schedule().group}" if job.parallel.vpp > 1 else ""
-        print_rank_0(
-            f"> wlb: {len(data.samples)} samples of {len(data.samples.parts)} datasets, from {data.first_sample} on; "
+        self._say(
+            f"{len(data.samples)} samples of {len(data.samples.parts)} datasets, from {data.first_sample} on; "
             f"--wlb-packing {job.packing} into {job.num_micro_batches} micro-batches per step{groups} for "
             f"{job.global_batch_size} windows of {job.context_length} tokens, S_max {job.max_tokens}, crossover "
             f"{job.crossover_tokens} tokens, CP sharding {job.sharding.cp_sharding}"
             f"{' of latents' * (job.cp_exchange == 'latents')}"
         )
         if job.model.has_mixers:
-            print_rank_0("> wlb: scans of linear layers are planned at the rate of memory, which is assumed")
+            self._say("scans of linear layers are planned at the rate of memory, which is assumed")
         if self._tried:
             why = untimed(job)
             assumed = f" (assumed to follow work, since {why})" * bool(why)
             times = ", ".join(f"{each.job.num_micro_batches}: {each.time:.3f}" for each in self._tried)
-            print_rank_0(
-                f"> wlb: --wlb-micro-batches auto chose {job.num_micro_batches}; predicted time of a step by its "
+            self._say(
+                f"--wlb-micro-batches auto chose {job.num_micro_batches}; predicted time of a step by its "
                 f"micro-batches{assumed}: {times}"
             )
         if torch.distributed.get_rank() == 0 and not untimed(job):
             before = MegatronArguments.of(vars(self._args) | vars(self._args).get("wlb_before", {}))
-            self._thread.submit(forecast.tell, job, described, before, data)
+            self._forecast = functools.partial(forecast.tell, job, described, before, data)
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
-        print_rank_0(
-            "> wlb: activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
+        self._say(
+            "activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
             f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         )
         other = job.profile.differences(
@@ -110,10 +113,18 @@ class Report:
             versions=Versions(**versions(device)),
         )
         measured = f" (measured with {other})" if other else ""
-        print_rank_0(f"> wlb: attention backend {backend}, profile {job.profile.name}{measured}")
+        self._say(f"attention backend {backend}, profile {job.profile.name}{measured}")
+
+    def _say(self, line: str) -> None:
+        self._said.append(f"> wlb: {line}")
 
     def begin_step(self) -> None:
         """Start a forward-backward pass, before its data are there."""
+        if self._said:
+            print_rank_0("\n".join(self._said))
+            self._said.clear()
+            if self._forecast is not None:
+                self._thread.submit(self._forecast)
         self._began = time.perf_counter()
         self.clock.begin()
 
@@ -223,6 +234,7 @@ class Report:
             "num_micro_batches": len(plan.work),
             "imbalance_original": metrics.imbalance(plan.original_work),
             "imbalance": metrics.imbalance(plan.work),
+            "gain_by_work": self._plans.gain(plan),
             "delay_mean_steps": sum(max(0, steps) * late for steps, late in plan.delays.items()) / tokens,
             "delay_max_steps": max(plan.delays),
             "waiting_documents": plan.packed.num_waiting,
@@ -296,11 +308,18 @@ def line(entry: dict[str, Any]) -> str:
     """Format the line that training prints."""
     return (
         f" wlb step {entry['step']:6d} | loss {entry['loss']:.6f} | tokens {entry['tokens']} in "
-        f"{entry['num_micro_batches']} micro-batches | imbalance {entry['imbalance_original']:.3f} -> "
-        f"{entry['imbalance']:.3f} | delay mean {entry['delay_mean_steps']:.2f} max {entry['delay_max_steps']} steps | "
+        f"{entry['num_micro_batches']} micro-batches{_gain(entry['gain_by_work'])} | "
+        f"delay mean {entry['delay_mean_steps']:.2f} max {entry['delay_max_steps']} steps | "
         f"waiting {entry['waiting_documents']} documents | tokens/s/GPU {entry['tokens_per_second_per_gpu']:.1f}"
         + "".join(f" | {how} {_percent(entry[how])}" for how in SOURCES if entry[how])
     )
+
+
+def _gain(by_work: float | None) -> str:
+    if by_work is None:
+        return ""
+    gained = f"{by_work:.3f} times as fast as" if f"{by_work:.3f}" != "1.000" else "nothing gained over"
+    return f" | predicted by work: {gained} Megatron's windows"
 
 
 def _percent(shares: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_wlb.adapter.errors import one_line
@@ -73,9 +74,10 @@ def teach() -> None:
     arguments: Any = importlib.import_module("megatron.training.arguments")
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     given: set[str] = set()
-    arguments.parse_args = _parsing(arguments.parse_args, given)
-    checkpointing.load_args_from_checkpoint = _loading(checkpointing.load_args_from_checkpoint, given)
-    package.pretrain = training.pretrain = _training(training.pretrain)
+    said: list[str] = []  # before the first step
+    arguments.parse_args = _parsing(arguments.parse_args, given, said)
+    checkpointing.load_args_from_checkpoint = _loading(checkpointing.load_args_from_checkpoint, given, said)
+    package.pretrain = training.pretrain = _training(training.pretrain, said)
 
 
 def train() -> None:
@@ -119,7 +121,7 @@ def before_megatron() -> None:
     cpu.install()
 
 
-def _parsing(original: Any, given: set[str]) -> Any:
+def _parsing(original: Any, given: set[str], said: list[str]) -> Any:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
         if "--wlb" in sys.argv and any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
@@ -139,20 +141,20 @@ def _parsing(original: Any, given: set[str]) -> Any:
             with one_line():
                 raise ValueError(f"{' '.join(words)} without --wlb; give --wlb too, or leave them out")
         if "wlb" in given and not ignore_unknown_args:  # with which upstream looks ahead for a few flags
-            if (flags := [flag for name, flag in unknown.items() if name in given]) and parsed.rank == 0:
-                print(f"> wlb: unknown to this release; trained as Megatron would: {' '.join(flags)}", flush=True)
+            if flags := [flag for name, flag in unknown.items() if name in given]:
+                said.append(f"> wlb: unknown to this release; trained as Megatron would: {' '.join(flags)}")
             parsed.wlb_dataloader_type = parsed.dataloader_type
             if not parsed.use_checkpoint_args:
                 with one_line():
-                    _settle(parsed, given)
+                    _settle(parsed, given, said)
             parsed.dataloader_type = "external"
         return parsed
 
     return parse_args
 
 
-def _settle(args: Namespace, given: set[str]) -> None:
-    """Set the arguments that `--wlb` needs, print them on the first rank, and check the rest."""
+def _settle(args: Namespace, given: set[str], said: list[str]) -> None:
+    """Set the arguments that `--wlb` needs, check the rest, and put lines on both in front of `said`."""
     from megatron_wlb.adapter import jobs
 
     if upstream().passes_functions:
@@ -164,11 +166,10 @@ def _settle(args: Namespace, given: set[str]) -> None:
     if sharded:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # upstream forbids it with FSDP, and else may demand it
     jobs.check(args)
-    if args.rank == 0:
-        print("\n".join(changes.lines()), flush=True)
+    said[:0] = changes.lines()
 
 
-def _loading(original: Any, given: set[str]) -> Any:
+def _loading(original: Any, given: set[str], said: list[str]) -> Any:
     """Wrap `load_args_from_checkpoint`, which overwrites flags, to keep attention dropout."""
 
     @functools.wraps(original)
@@ -180,7 +181,7 @@ def _loading(original: Any, given: set[str]) -> Any:
             if load_arg == "load":  # upstream's second and last call
                 with one_line():
                     try:
-                        _settle(args, given)
+                        _settle(args, given, said)
                     except ValueError as error:
                         raise ValueError(
                             f"{error}; flags of the checkpoint count, too (--use-checkpoint-args)"
@@ -190,7 +191,7 @@ def _loading(original: Any, given: set[str]) -> Any:
     return load_args_from_checkpoint
 
 
-def _training(original: Any) -> Any:
+def _training(original: Any, said: Sequence[str]) -> Any:
     @functools.wraps(original)
     @prebuilt_dataset_helpers()
     def pretrain(*args: Any, **kwargs: Any) -> Any:
@@ -212,7 +213,7 @@ def _training(original: Any) -> Any:
         def begin() -> Training:
             if forward_step is not None:  # None: our own script
                 scripts.check_script(getattr(config, "model", None), model_provider, forward_step, get_args())
-            return Training(get_args())
+            return Training(get_args(), said)
 
         if upstream().passes_functions:
             from megatron_wlb.adapter.upstream import legacy

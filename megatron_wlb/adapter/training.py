@@ -14,20 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import mpu
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import checkpointing, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import data, jobs, layers, loss, overlap
+from megatron_wlb.adapter import data, jobs, layers, loss
 from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
 from megatron_wlb.adapter.digest import Planned
 from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.layers.kind import Run
-from megatron_wlb.adapter.layers.mtp import rolled
 from megatron_wlb.adapter.loss import token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
@@ -35,7 +33,6 @@ from megatron_wlb.adapter.plans import Plans, state_path
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.adapter.sources import datasets
 from megatron_wlb.adapter.sources.source import SPLITS, SplitData, empty, evaluates
-from megatron_wlb.adapter.upstream.means import mean_losses
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.adapter.upstream.tracker import whole_tracker
 from megatron_wlb.layers.linear import has_linear_layers
@@ -49,7 +46,8 @@ from megatron_wlb.runtime.backends import choose_backend, get_backend
 class Training:
     """A run, made before any process group exists. Raises ValueError on bad input."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, said: Sequence[str] = ()) -> None:
+        """`said`: lines that are printed before the first step."""
         self._args, gpu = args, torch.cuda.is_available()
         if gpu:
             torch.cuda.set_device(args.local_rank)  # upstream sets it later, after backends are tested
@@ -70,15 +68,16 @@ class Training:
         self.attention = AttentionOptions(
             backend=get_backend(self._backend.name, self._device, job.model.head_sizes),
             gradients_in_fp32=job.sharding.cp_gradients == "fp32",
-            latents=job.cp_exchange == "latents",
+            latents=job.keeps_exchanged,
         )
+        self._kinds = layers.of(args)
         self._tiles: Any = None
         if args.tp_comm_overlap:
             from megatron_wlb.adapter.tiles import Tiles
 
             self._tiles = Tiles(job.tiles, job.parallel.tp)
         self._plans: Plans
-        self._report = Report(args, self._run.run_settings)
+        self._report = Report(args, self._run.run_settings, said)
         self._splits: dict[str, SplitData] = {}
         self._readings: dict[str, Reading] = {}
         self._batches: dict[str, tuple[Iterator[Batch], ...]] = {}
@@ -111,7 +110,7 @@ class Training:
         if not vp_stage:
             self.load(datasets.build(self._args, num_samples))
             if self._device.type == "cuda":
-                connect(self._job, self._device)
+                connect(self._job, self._device, [name for kind in self._kinds for name in kind.groups])
             # Load each split once for all model chunks: workers for every chunk would be many processes.
             found, copies = self.batches().items(), self._job.parallel.vpp
             self._batches = {split: itertools.tee(each, copies) for split, each in found if each is not None}
@@ -160,7 +159,7 @@ class Training:
                 context_length=args.seq_length,
                 windows=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
                 vocabulary=args.padded_vocab_size,
-                depths=args.mtp_num_layers or 0,
+                depths=sum(kind.depths(args) for kind in self._kinds),
                 ahead_in_document=apart,
                 in_window=args.position_embedding_type == "learned_absolute" and not anew,
                 mean_of_means=args.wlb_means_in_evaluation and name != "train",
@@ -172,7 +171,7 @@ class Training:
         self._report.begin(self._job, self._plans, tried, lambda: self._digest.part)
 
     def batches(self) -> dict[str, Iterator[Batch] | None]:
-        """Return this rank's endless batches of every split, None for one that does not run; prints the summary."""
+        """Return this rank's endless batches of every split, None for one that does not run."""
         found = {split: self._load(split) for split in self._splits}
         if "train" in self._splits:
             self._report.start(self._splits["train"], self._backend, self._run)
@@ -186,7 +185,7 @@ class Training:
             cp_rank=mpu.get_context_parallel_rank(),
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
-            experts=bool(args.num_experts),
+            padded=any(kind.padded for kind in self._kinds),
             linear=has_linear_layers(args),
             encode=self.attention.backend.encode,
             windows=self._job.model.windows,
@@ -209,13 +208,12 @@ class Training:
         weights = None
         if self._weights is not None and batch.origin is not None:
             weights = self._weights[:, batch.origin]
-        padding = batch.padding if self._args.num_experts else None
-        depths = self._args.mtp_num_layers or 0
-        ahead = rolled(batch, positions, weights, self._job.context_length, depths)
+        ahead = layers.ahead(batch, positions, weights, self._job.context_length)
+        inputs = {name: value for kind in self._kinds for name, value in kind.inputs(batch, model).items()}
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
         )
-        # A plan is timed as it runs (`overlap`).
+        # A plan is timed as it runs (`layers.overlap`).
         timed = contextlib.nullcontext() if return_schedule_plan else self._report.clock.span("forward")
         with training.stimer, torch.profiler.record_function(name), timed:
             output = (model.build_schedule_plan if return_schedule_plan else model)(
@@ -225,7 +223,7 @@ class Training:
                 labels=labels,
                 loss_mask=loss_mask,
                 packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, ahead=ahead),
-                **({} if padding is None else {"padding_mask": _rows_of(model, padding)}),
+                **inputs,
             )
         if not return_schedule_plan:  # which has yet to read it
             # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
@@ -241,18 +239,20 @@ class Training:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Apply the replacements for training in upstream, and watch our exchange to time it."""
-        run = Run(lambda: self._trained_share, functools.partial(layers.adapt, options=self.attention))
-        overlaps = self._args.overlap_moe_expert_parallel_comm
+        run = Run(
+            trained=lambda: self._trained_share,
+            windows=lambda: self._windows_per_micro_batch,
+            adapt=functools.partial(layers.adapt, options=self.attention),
+            clock=self._report.clock,
+        )
         with (
             layers.installed(self._args, run),
-            overlap.installed(self._report.clock) if overlaps else contextlib.nullcontext(),
             self._tiles.installed() if self._tiles is not None else contextlib.nullcontext(),
             replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
             replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             replaced(schedules, "backward_step", self._report.clock.span("backward"), ()),
             replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
             replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
-            mean_losses(lambda: self._windows_per_micro_batch),
             whole_tracker(),
             self._report.installed(),
             spans.watched(self._report.clock.watch),
@@ -364,14 +364,6 @@ class _Pass:
 
     def __len__(self) -> int:
         return self._steps
-
-
-def _rows_of(model: Any, padding: torch.Tensor) -> torch.Tensor:
-    """Return `padding` [s] as upstream's forward pass wants it, [1, rows]; GPT divides them itself on a first stage."""
-    inner = unwrap_model(model)
-    if get_model_config(model).sequence_parallel and not (inner.pre_process and isinstance(inner, GPTModel)):
-        padding = padding.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
-    return padding.unsqueeze(0)
 
 
 def _consumed(args: Namespace) -> int:

@@ -24,14 +24,13 @@ from megatron.bridge.training import finetune as finetuning
 from megatron.bridge.training import pretrain as bridge
 from megatron.bridge.training.callbacks import Callback, normalize_callbacks
 from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, GPTFIMDatasetConfig
-from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe, print_rank_0
+from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.adapter import jobs
-from megatron_wlb.adapter.clock import attended_squares
-from megatron_wlb.adapter.layers.attention import foreign_core
+from megatron_wlb.adapter.layers.attention import attended_squares, foreign_core
 from megatron_wlb.adapter.sources import datasets
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers
@@ -59,7 +58,8 @@ def pretrain(config: ConfigContainer, callbacks: Any = None, **settings: Any) ->
     """Train as Bridge's `pretrain()`, with our data, forward step, loss and attention instead of its.
 
     Args:
-        config: of a GPT pre-trained on .bin/.idx datasets; fields that must be otherwise are set, and printed.
+        config: of a GPT pre-trained on .bin/.idx datasets; fields that must be otherwise are set, and named before the
+            first step.
         callbacks: as Bridge's.
         settings: flags of the plugin without `--wlb-`, such as `max_tokens=40960`.
 
@@ -136,7 +136,8 @@ class _Run(Callback):  # type: ignore[misc]
     def _configured(self, original: Any) -> Any:
         def runtime_config_update(cfg: ConfigContainer) -> None:
             cfg.set_data_parallel_size()
-            self._wlb |= _set(cfg, Namespace(**arguments(cfg, cfg.comm_overlap) | self._wlb))
+            added, self._said = _set(cfg, Namespace(**arguments(cfg, cfg.comm_overlap) | self._wlb))
+            self._wlb |= added
             original(cfg)
             self._args = Namespace(**arguments(cfg) | self._wlb)
             try:
@@ -153,7 +154,7 @@ class _Run(Callback):  # type: ignore[misc]
                 multiple, tp = model.make_vocab_size_divisible_by, model.tensor_model_parallel_size
                 padded = calculate_padded_vocab_size(padded, multiple, tp)
             self._args.padded_vocab_size = padded
-            self._training = Training(self._args)
+            self._training = Training(self._args, self._said)
             self._training.writes_to(lambda: (self._state.tensorboard_logger, self._state.wandb_logger))
             _check_attention(model)
             # What `configure` wants of upstream's model config; a provider is its own transformer config.
@@ -314,8 +315,11 @@ def _others_of_rows(dataset: GPTSFTDatasetConfig, train: Any, wlb: dict[str, Any
     }
 
 
-def _set(config: ConfigContainer, args: Namespace) -> dict[str, Any]:
-    """Set and print the fields that wlb needs; `args` are `arguments` of the configs. Returns additions of `adapt`."""
+def _set(config: ConfigContainer, args: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Set the fields that wlb needs; `args` are `arguments` of the configs.
+
+    Returns additions of `adapt` to them, and the lines that name all changes.
+    """
     default = args.attention_dropout == TransformerConfig.attention_dropout
     before = dict(vars(args))
     changes = adapt(args, () if default else ("attention_dropout",))
@@ -330,8 +334,7 @@ def _set(config: ConfigContainer, args: Namespace) -> dict[str, Any]:
         for owner in (*_parts(config), config.comm_overlap):
             if hasattr(owner, field):
                 setattr(owner, field, vars(args)[name])
-    print_rank_0("\n".join(changes.lines()))
-    return {name: value for name, value in vars(args).items() if name not in before}
+    return {name: value for name, value in vars(args).items() if name not in before}, changes.lines()
 
 
 def _parts(config: ConfigContainer) -> list[Any]:

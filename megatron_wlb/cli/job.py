@@ -9,7 +9,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_wlb import files
+from megatron_wlb import files, layers
 from megatron_wlb.cli.judge import Judged, judge
 from megatron_wlb.cli.launch import Launched, read_command, read_flags, read_log
 from megatron_wlb.describe.arguments import MegatronArguments, short
@@ -210,11 +210,7 @@ def _settled(
         changes["vocab_size"] = vocabulary(a, notes)
     if model is None and not a.group_query_attention and (a.num_query_groups or 1) > 1:
         notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
-    if (a.num_experts or 1) > 1:
-        notes.append(
-            "Experts get equally many tokens, as --moe-router-force-load-balancing makes them. A free router took 1.22 "
-            "times as long a step in the one public run of both (NVIDIA-NeMo/Megatron-Bridge, Qwen3-30B on 16 H100)."
-        )
+    notes += [text for kind in layers.KINDS for text, holds in kind.assumed.items() if holds(a)]
     return replace(a, **changes)
 
 

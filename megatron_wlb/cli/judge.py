@@ -51,11 +51,10 @@ def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None
             way = "give flags" if name == "yaml_cfg" else "give --approximate for an estimate without"
             raise ValueError(f"{flag_of(name)}: {row.unlike} cannot be simulated; {way}")
         left_out.append(row.unlike)
-    has_experts = (arguments.num_experts or 1) > 1
     judged = {name: value for name, value in stated.items() if name not in ADDED and not name.startswith("wlb")}
     if launched.is_log:
         judged = {name: value for name, value in judged.items() if name not in usual(stated)}
-    refused = [name for name, value in judged.items() if refuses(name, value, has_experts=has_experts)]
+    refused = [name for name, value in judged.items() if refuses(name, value, num_experts=arguments.num_experts)]
     strange = [name for name, row in rows(Simulated) if name in judged and alone(judged[name]) not in row.values]
     off = [name for name, value in judged.items() if switches_off(name, value)]
     strangers = [name for name in judged if name not in {*KNOWN, *refused, *off}]

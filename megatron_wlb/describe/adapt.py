@@ -5,80 +5,36 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
+from megatron_wlb import layers
 from megatron_wlb.describe import same
-from megatron_wlb.describe.arguments import ONE_SIZE, Off, Set, flag_of, rows
-from megatron_wlb.describe.megatron import has_graphs, has_hybridep, has_user_buffers
-from megatron_wlb.describe.refusals import Lenient, dispatches
-
-
-class _Adaptation(NamedTuple):
-    applies: Callable[[Any, Collection[str]], Any]
-    """Whether it applies to these arguments (a missing one is None), of which those with these names were given."""
-    values: dict[str, Any]
-    """What it sets. What only exists beside it, as details of something switched off, is not printed."""
-    reason: str
-    price: str = ""
-    """What is lost with what is switched off; "" if neither results nor speed are."""
+from megatron_wlb.describe.arguments import Off, Set, flag_of, rows
+from megatron_wlb.describe.megatron import has_graphs, has_user_buffers
+from megatron_wlb.describe.refusals import Lenient
+from megatron_wlb.layers.part import Adaptation, without
 
 
 def _if_set(*names: str) -> Callable[[Any, Collection[str]], Any]:
     return lambda a, given: any(getattr(a, name) for name in names)
 
 
-def _without(*names: str) -> dict[str, Any]:
-    return dict.fromkeys(names, False)
-
-
-def _by_row(name: str, row: Set | Off) -> _Adaptation:
+def _by_row(name: str, row: Set | Off) -> Adaptation:
     price = row.price if isinstance(row, Off) else ""
-    return _Adaptation(lambda a, given: row.when(getattr(a, name)), {name: row.value}, row.reason, price)
+    return Adaptation(lambda a, given: row.when(getattr(a, name)), {name: row.value}, row.reason, price)
 
-
-_NCCLEP = "ncclep sizes its buffers by the first micro-batch, and micro-batches vary in length"
-_OF_NCCLEP = {"moe_expert_rank_capacity_factor": None} | _without("moe_ncclep_static_shape", "moe_ncclep_zero_copy")
-_NO_OVERLAP = _without(
-    "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"
-)
-_NOT_HIDDEN = "the all-to-all of experts is no longer hidden"
 
 ADAPTATIONS = (
-    _Adaptation(
+    Adaptation(
         lambda a, given: a.micro_batch_size != 1 or a.eval_micro_batch_size not in (None, 1),
         {"micro_batch_size": 1, "eval_micro_batch_size": None},
         "a micro-batch is one packed sequence; the global batch stays",
     ),
-    _Adaptation(
+    Adaptation(
         lambda a, given: a.attention_dropout != 0 and "attention_dropout" not in given,
         {"attention_dropout": 0.0},
         "packed attention has no dropout; the default was not asked for",
     ),
-    _Adaptation(
-        lambda a, given: a.multi_latent_attention and a.apply_rope_fusion,
-        {"apply_rope_fusion": False},
-        "the fused kernel of latent attention counts rows of whole documents",
-    ),
-    _Adaptation(
-        lambda a, given: dispatches(a, "allgather"),
-        {"moe_token_dispatcher_type": "alltoall"},
-        "allgather needs equal lengths on all ranks",
-    ),
-    _Adaptation(
-        lambda a, given: a.moe_flex_dispatcher_backend == "ncclep" and has_hybridep(),
-        {"moe_flex_dispatcher_backend": "hybridep"} | _OF_NCCLEP,
-        _NCCLEP,
-    ),
-    _Adaptation(
-        lambda a, given: a.moe_flex_dispatcher_backend == "ncclep" and not has_hybridep(),
-        {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": "deepep"} | _OF_NCCLEP,
-        f"{_NCCLEP}; hybridep, which would do, is not installed",
-        "a token travels to each of its experts by itself",
-    ),
-    _Adaptation(
-        lambda a, given: dispatches(a, "flex", "hybridep") and not a.moe_hybridep_pad_uneven_dispatch_inputs,
-        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
-        "hybridep needs equal lengths on all ranks, or padding",
-    ),
-    _Adaptation(
+    *layers.adapted(),
+    Adaptation(
         lambda a, given: has_graphs(a),
         {
             **{"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": None},
@@ -88,39 +44,27 @@ ADAPTATIONS = (
         "a graph replays one length, and micro-batches vary in length",
         "the host launches every kernel",
     ),
-    _Adaptation(
+    Adaptation(
         lambda a, given: a.tp_comm_overlap and (a.tensor_model_parallel_size or 1) > 1 and not has_user_buffers(a),
-        _without("tp_comm_overlap"),
+        without("tp_comm_overlap"),
         "latent attention, fused operations, linear and hybrid layers have no user buffers",
         "communication of tensor parallelism is no longer hidden",
     ),
-    _Adaptation(
+    Adaptation(
         lambda a, given: a.tp_comm_overlap and a.tensor_model_parallel_size == 1,
-        _without("tp_comm_overlap"),
+        without("tp_comm_overlap"),
         "there is nothing to overlap with one tensor-parallel rank",
     ),
-    _Adaptation(
-        lambda a, given: a.overlap_moe_expert_parallel_comm and a.hybrid_layer_pattern,
-        _NO_OVERLAP,
-        "hybrid models have no combined schedule, or one of their own",
-        _NOT_HIDDEN,
-    ),
-    _Adaptation(
-        lambda a, given: a.overlap_moe_expert_parallel_comm and a.moe_ncclep_zero_copy,
-        _NO_OVERLAP,
-        f"--moe-ncclep-zero-copy with it: {ONE_SIZE}",
-        _NOT_HIDDEN,
-    ),
-    _Adaptation(
+    Adaptation(
         _if_set("use_megatron_fsdp", "use_torch_fsdp2"),
-        _without("use_megatron_fsdp", "use_torch_fsdp2", "init_model_with_meta_device", "fsdp_manual_registration")
+        without("use_megatron_fsdp", "use_torch_fsdp2", "init_model_with_meta_device", "fsdp_manual_registration")
         | {"use_distributed_optimizer": True},
         "its scaling of gradients knows no per-token loss; --use-distributed-optimizer takes its place",
         "weights and gradients are whole on every rank, and its checkpoints cannot be loaded",
     ),
-    _Adaptation(
+    Adaptation(
         lambda a, given: a.defer_embedding_wgrad_compute and a.sequence_parallel,
-        _without("defer_embedding_wgrad_compute"),
+        without("defer_embedding_wgrad_compute"),
         "it gathers all micro-batches by the length of the first",
         "weight gradients of the output layer stay in the last stage's backward passes",
     ),
@@ -132,8 +76,8 @@ ADAPTATIONS = (
 class Changes(NamedTuple):
     """What `adapt` changed."""
 
-    same: str
-    """See `same.said`."""
+    differs: list[str]
+    """See `same.differences`."""
     set: list[str]
     """Lines of what neither results nor speed depend on: the flag and the reason."""
     priced: list[str]
@@ -141,9 +85,11 @@ class Changes(NamedTuple):
 
     def lines(self) -> list[str]:
         """Return what a run with these changes prints."""
-        lines = [self.same, *(f"sets {line}" for line in self.set)]
+        but = ", but for these differences" * bool(self.differs)
+        lines = [*(f"differs: {line}" for line in self.differs), *(f"sets {line}" for line in self.set)]
         lines += [f"without {line[3:]}" if line.startswith("no ") else f"sets {line}" for line in self.priced]
-        return [f"> wlb: {line}" for line in lines]
+        same = f"> wlb is on: every step trains the same as without --wlb{but}"
+        return [same, *(f"> wlb: {line}" for line in lines)]
 
 
 def adapt(args: Namespace, given: Collection[str]) -> Changes:
@@ -152,7 +98,7 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
     Call this before `refusals.check`, which then refuses what is left. Raises ValueError with all changes for
     `--wlb-strict`.
     """
-    changes = Changes(same.said(args), [], [])
+    changes = Changes(same.differences(args), [], [])
     # What the loss of a run without --wlb depends on; a second call changes nothing of it.
     windows = args.micro_batch_size or 1
     before_wlb = {

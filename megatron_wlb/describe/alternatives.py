@@ -89,7 +89,7 @@ def recomputation(run: Description, job: Job, samples: Samples, *, first_sample:
 def relieved(job: Job, samples: Samples) -> Job:
     """Return the job with fewer layers beside the vocabulary, by the work of the first samples."""
     model = job.model
-    if job.parallel.pp == 1 or model.mtp_num_layers or model.hybrid:
+    if job.parallel.pp == 1 or model.hybrid or (job.layers() != job.decoder_layers()).any():
         return job
     lengths = samples.pieces(0, FIRST_WINDOWS)["length"]
     linear = float(lengths.sum()) * job.crossover_tokens

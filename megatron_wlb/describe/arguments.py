@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from megatron_wlb.layers import VARIANTS
+from megatron_wlb.layers.part import ONE_SIZE
 from megatron_wlb.settings import in_words
 
 SWITCHED_OFF = {
@@ -127,7 +128,6 @@ def _sees_right(value: Any) -> bool:
 _UNSUPPORTED = Refused("is not supported; leave it out")
 _OTHER_DATA = Refused("is not supported; pre-train on .bin/.idx datasets (--data-path)")
 _FORMER = Refused("is of a former release; give --hybrid-layer-pattern")
-ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
 _SCALES = Differs("scales of FP8 and FP4 are of other micro-batches, as with another --micro-batch-size")
 _Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Ranks = Annotated[int, Meta(ge=1, le=1 << 17)]

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from megatron_wlb.cost.attention import expansion
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, Packing, Parallel, Sharding
+from megatron_wlb.layers import attention_of
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.packing.megatron import without_wlb
@@ -21,8 +21,8 @@ from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
 from megatron_wlb.simulate.passes import crossover
 from megatron_wlb.simulate.recompute import ways
 
-LATENTS_GAIN = 0.01
-"""By so much latents have to be faster: documents of other lengths change as much."""
+EXCHANGE_GAIN = 0.01
+"""By so much another exchange has to be faster: documents of other lengths change as much."""
 
 
 @in_range
@@ -85,18 +85,20 @@ def make_job(
 
 
 def _cp_exchange(job: Job) -> str:
-    """Return "latents" where they are faster than "shared" for documents of halved lengths."""
-    if not job.model.kv_lora_rank or job.parallel.cp == 1 or job.profile.counts_pairs or job.offloaded_layers:
-        return "shared"
+    """Return how K and V are exchanged: the first way of the model's attention, or one that is faster for documents of
+    halved lengths."""
+    attention = attention_of(job.model)
+    first, *others = attention.exchanges
+    if not others or job.parallel.cp == 1 or job.profile.counts_pairs or job.offloaded_layers:
+        return first
     halves = [job.context_length >> i for i in range(1, job.context_length.bit_length()) if job.context_length >> i]
     lengths = np.array([*halves, job.context_length - sum(halves)], np.int64)
 
     def time(cp_exchange: str) -> float:
         tried = replace(job, cp_exchange=cp_exchange)
-        again = expansion(tried)[0] * job.context_length / job.parallel.cp if tried.expands_again else 0.0
-        return shard(lengths, tried).time + again
+        return shard(lengths, tried).time + attention.expands_us(tried) * job.context_length / job.parallel.cp
 
-    return "latents" if time("latents") < (1 - LATENTS_GAIN) * time("shared") else "shared"
+    return next((each for each in others if time(each) < (1 - EXCHANGE_GAIN) * time(first)), first)
 
 
 def _grouped(job: Job, wanted: int | str | None, budget_bytes: float, *, tight: bool) -> Parallel:

@@ -1,10 +1,10 @@
 """Translates Megatron's arguments into a `Job`, for training and commands."""
 
-import importlib
 from argparse import Namespace
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+from megatron_wlb import layers
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.make import make_job
@@ -64,9 +64,7 @@ class Description:
         Known of Adam alone, as by upstream's formula (`adapter.jobs.weight_and_optimizer_bytes`).
         """
         a, model = self.arguments, job.model
-        if a.optimizer != "adam" or has_linear_layers(a):
-            return None
-        if model.moe_router_topk and not model.num_experts:
+        if a.optimizer != "adam" or has_linear_layers(a) or not model.is_whole:
             return None
         tied = not a.untie_embeddings_and_output_weights
         gradient, optimizer = bytes_of(a)
@@ -96,18 +94,15 @@ class Description:
             "budget_bytes": self.budget,
             "bytes_per_value": self.bytes_per_value,
             "precision": precision_of(a),
-            "moe_dispatcher": dispatcher_of(a),
-            "fused_experts": a.use_transformer_engine_op_fuser,
             "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
             "hidden_dropout": a.hidden_dropout > 0,
             "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
-            "overlaps_experts": a.overlap_moe_expert_parallel_comm and not a.hybrid_layer_pattern,
             "recompute": self.recompute or recompute_of(a),
             "offloaded_layers": a.cpu_offloading_num_layers,
             "tp_tile_rows": tile_rows(a, parallel),
             "tp_overlap": tp_overlap(parallel.tp) if tile_rows(a, parallel) else 0.0,
         }
-        return make_job(**details | given)
+        return make_job(**details | layers.settings(a) | given)
 
 
 def bytes_of(a: MegatronArguments) -> tuple[float, float]:
@@ -132,12 +127,6 @@ def _bytes(dtype: str) -> int:
     return 4 if dtype.endswith("32") else 1 if dtype.endswith("8") else 2
 
 
-def dispatcher_of(a: Any) -> str:
-    """Return the dispatcher of tokens that runs with --wlb in the place of `a`'s, see `Job.moe_dispatcher`."""
-    runs = a.moe_flex_dispatcher_backend != "ncclep" or has_hybridep()
-    return "flex" if a.moe_token_dispatcher_type == "flex" and runs else "alltoall"
-
-
 def has_graphs(a: Any) -> bool:
     """Whether CUDA graphs replay what arguments train."""
     return a.cuda_graph_impl not in (None, "none") or a.enable_cuda_graph or a.external_cuda_graph
@@ -150,14 +139,6 @@ def graphs_of(a: MegatronArguments) -> tuple[str, ...]:
     return (("full",) if whole else tuple(sorted(modules))) if has_graphs(a) else ()
 
 
-def has_hybridep() -> bool:
-    """Whether upstream would find HybridEP on this machine."""
-    try:
-        return hasattr(importlib.import_module("deep_ep"), "HybridEPBuffer")
-    except ImportError:
-        return False
-
-
 def parallel_of(a: MegatronArguments) -> Parallel:
     """Return the parallel layout. Raises ValueError if something does not divide."""
     tp, cp, pp = a.tensor_model_parallel_size, a.context_parallel_size, a.pipeline_model_parallel_size
@@ -168,8 +149,7 @@ def parallel_of(a: MegatronArguments) -> Parallel:
             f"{world} GPUs are no multiple of tensor x context x pipeline parallel sizes {tp} x {cp} x {pp} = {ranks}; "
             "change one of them"
         )
-    if a.expert_model_parallel_size > 1 and not a.num_experts:
-        raise ValueError("--expert-model-parallel-size without --num-experts; give both or none")
+    of_layers = layers.ranks(a)
     split = Split(**{f.name: getattr(a, f.name) for f in fields(Split)})
     return Parallel(
         tp=tp,
@@ -177,12 +157,11 @@ def parallel_of(a: MegatronArguments) -> Parallel:
         pp=pp,
         vpp=_virtual_stages(a, split),
         dp=world // ranks,
-        ep=a.expert_model_parallel_size,
-        etp=a.expert_tensor_parallel_size if a.num_experts else None,
         sequence_parallel=a.sequence_parallel,
         group_size=a.microbatch_group_size_per_vp_stage,
         split=split,
         stages_before_dp=a.use_tp_pp_dp_mapping,
+        **of_layers,
     )
 
 
@@ -242,7 +221,7 @@ def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
 
 def has_user_buffers(a: Any) -> bool:
     """Whether `--tp-comm-overlap` has user buffers, and tiles, for the layers of these arguments."""
-    return not (a.multi_latent_attention or a.use_transformer_engine_op_fuser or has_linear_layers(a))
+    return not a.use_transformer_engine_op_fuser and all(kind.has_user_buffers(a) for kind in layers.KINDS)
 
 
 def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:

@@ -8,12 +8,6 @@ from megatron_wlb import layers
 from megatron_wlb.describe.arguments import ARGUMENTS, Refused, flag_of, rows
 from megatron_wlb.packing import policy_of
 
-
-def dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
-    chosen = a.moe_token_dispatcher_type == dispatcher and backend in (None, a.moe_flex_dispatcher_backend)
-    return bool(a.num_experts) and chosen
-
-
 RULES: layers.Rules = {
     **layers.refused(),
     "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets": lambda a: (
@@ -75,10 +69,10 @@ def check(args: Namespace) -> None:
         raise ValueError(f"--wlb: {why}")
 
 
-def refuses(name: str, value: Any, *, has_experts: bool) -> bool:
-    """Return whether an argument is refused for its value alone."""
+def refuses(name: str, value: Any, **beside: Any) -> bool:
+    """Return whether an argument is refused for its value alone, with others `beside` it."""
     served = {"seq_length": 1024, "attention_dropout": 0, "tensor_model_parallel_size": 1, "swiglu": True}
     try:
-        return any(refusals(Namespace(**served | {"num_experts": 2 if has_experts else None, name: value})))
+        return any(refusals(Namespace(**served | beside | {name: value})))
     except TypeError:  # text instead of a number
         return True

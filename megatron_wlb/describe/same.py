@@ -8,12 +8,12 @@ from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.refusals import Lenient
 from megatron_wlb.packing import policy_of
 
+_MASK = "attention stops at the end of a document; without --wlb this run lets it cross, so losses do not compare"
 _DIFFERENCES: layers.Rules = {
-    "attention ends with the document, and without --wlb it does not here (TransformerEngine and fused softmax ignore "
-    "--reset-attention-mask)": lambda a: not masks_documents(a) and a.reset_attention_mask,
-    "attention ends with the document, and without --wlb it does not here": lambda a: (
-        not masks_documents(a) and not a.reset_attention_mask
+    f"{_MASK} (TransformerEngine and fused softmax ignore --reset-attention-mask)": lambda a: (
+        not masks_documents(a) and a.reset_attention_mask
     ),
+    _MASK: lambda a: not masks_documents(a) and not a.reset_attention_mask,
     **layers.differs(),
     "means over micro-batches are as with --context-parallel-size 1": lambda a: (
         (a.eod_mask_loss or a.sft) and (a.context_parallel_size or 1) > 1 and not a.calculate_per_token_loss
@@ -31,9 +31,3 @@ def differences(args: Namespace) -> list[str]:
     given = Lenient(**vars(args))
     found = [text.format(a=given) for text, holds in _DIFFERENCES.items() if holds(given)]
     return [*found, *dict.fromkeys(row.how for name, row in rows(Differs) if row.when(getattr(given, name)))]
-
-
-def said(args: Namespace) -> str:
-    """Return what the start of a run says: how far every step trains what Megatron's would."""
-    same = "every step trains what Megatron's would"
-    return f"{same}, but for: {'; '.join(found)}" if (found := differences(args)) else same

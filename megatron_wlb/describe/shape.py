@@ -10,7 +10,7 @@ from typing import Any
 from megatron_wlb import layers
 from megatron_wlb.describe.arguments import MegatronArguments, flag_of, short
 from megatron_wlb.job import MAX_TOKENS
-from megatron_wlb.model import EXPERTS, FULL, MODELS, WINDOWED, ModelShape
+from megatron_wlb.model import FULL, MODELS, WINDOWED, ModelShape
 
 MOST_LAYERS = 1 << 12
 """Of a list, as long as `--num-layers` may be."""
@@ -67,8 +67,6 @@ def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
     kinds = [FULL] * count
     if a.hybrid_layer_pattern:
         kinds = list(a.hybrid_layer_pattern.replace("|", ""))
-        if EXPERTS in kinds and not a.num_experts:
-            raise ValueError("--hybrid-layer-pattern has E without --num-experts; give both or none")
     elif variant := layers.VARIANTS.get(a.experimental_attention_variant or ""):
         linear = _flags("linear_attention_freq", a.linear_attention_freq or "", count)
         kinds = [variant.letters if each else FULL for each in linear]

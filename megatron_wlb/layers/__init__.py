@@ -3,6 +3,8 @@
 `adapter.layers` has what training replaces in upstream for them.
 """
 
+from typing import Any
+
 from megatron_wlb.layers.attention import Attention
 from megatron_wlb.layers.delta_net import DeltaNet
 from megatron_wlb.layers.experts import Experts
@@ -10,7 +12,7 @@ from megatron_wlb.layers.latent import LatentAttention
 from megatron_wlb.layers.linear import DIFFERS, REFUSED, LinearLayer
 from megatron_wlb.layers.mamba import Mamba
 from megatron_wlb.layers.mlp import Mlp
-from megatron_wlb.layers.part import Part, Rules
+from megatron_wlb.layers.part import Adaptation, Part, Rules
 from megatron_wlb.model import ModelShape
 
 _ATTENTION, _LATENTS = Attention(), LatentAttention()
@@ -26,12 +28,37 @@ LINEAR = " and ".join(kind.title for kind in KINDS if isinstance(kind, LinearLay
 def part_of(model: ModelShape, letter: str) -> Part:
     """Return the part of a model's layers that a letter stands for."""
     found = _PARTS[letter]
-    return _LATENTS if found is _ATTENTION and model.kv_lora_rank else found
+    return attention_of(model) if found is _ATTENTION else found
+
+
+def attention_of(model: ModelShape) -> Attention:
+    """Return the attention of a model's layers that have one."""
+    return _LATENTS if model.kv_lora_rank else _ATTENTION
+
+
+def parts_of(model: ModelShape, kind: str) -> list[Part]:
+    """Return the parts of a layer of a kind, in the order in which rows meet them."""
+    return [part_of(model, letter) for letter in model.parts_of(kind)]
 
 
 def refused() -> Rules:
     """Return what `--wlb` cannot serve of any kind."""
     return REFUSED | {text: holds for kind in KINDS for text, holds in kind.refused.items()}
+
+
+def adapted() -> tuple[Adaptation, ...]:
+    """Return what `--wlb` sets of the arguments of any kind, or switches off."""
+    return tuple(each for kind in KINDS for each in kind.adapted)
+
+
+def ranks(a: Any) -> dict[str, Any]:
+    """Return fields of `Parallel` by Megatron's arguments. Raises ValueError."""
+    return {name: value for kind in KINDS for name, value in kind.ranks(a).items()}
+
+
+def settings(a: Any) -> dict[str, Any]:
+    """Return fields of `Job` by Megatron's arguments."""
+    return {name: value for kind in KINDS for name, value in kind.settings(a).items()}
 
 
 def differs() -> Rules:

@@ -1,9 +1,10 @@
 """Gated delta nets."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from megatron_wlb.layers.linear import LinearLayer, ranks_of_heads
-from megatron_wlb.layers.part import Rules
+from megatron_wlb.layers.part import LAUNCHES_US, Rules
 from megatron_wlb.model import DELTA_NET, Mixer
 
 
@@ -28,7 +29,7 @@ class DeltaNet(LinearLayer):
     letters = DELTA_NET
     title = "gated delta nets"
     variants = ("gated_delta_net", "gdn")
-    modules = ("attn",)
+    modules: ClassVar[Mapping[str, float]] = {"attn": LAUNCHES_US}
     refused: ClassVar[Rules] = {
         (
             "--linear-num-key-heads and --linear-num-value-heads do not divide by --tensor-model-parallel-size x "

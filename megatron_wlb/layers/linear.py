@@ -39,6 +39,9 @@ class LinearLayer(Part):
     title: str
     """In messages."""
 
+    def has_user_buffers(self, a: Any) -> bool:
+        return not has_linear_layers(a)
+
     def mixer(self, job: Job) -> Mixer:
         found = job.model.mixer_of(self.letters)
         assert found is not None

@@ -1,9 +1,10 @@
 """Mamba-2."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from megatron_wlb.layers.linear import LinearLayer, ranks_of_heads
-from megatron_wlb.layers.part import Rules
+from megatron_wlb.layers.part import LAUNCHES_US, Rules
 from megatron_wlb.model import MAMBA, Mixer
 
 
@@ -30,7 +31,7 @@ def _heads(a: Any) -> int:
 class Mamba(LinearLayer):
     letters = MAMBA
     title = "Mamba layers"
-    modules = ("mamba",)
+    modules: ClassVar[Mapping[str, float]] = {"mamba": LAUNCHES_US}
     refused: ClassVar[Rules] = {
         (
             "--mamba-num-heads (default: 2 x --hidden-size / --mamba-head-dim) does not divide by "

@@ -1,15 +1,16 @@
 """A dense MLP."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from megatron_wlb.job import Job
-from megatron_wlb.layers.part import Again, Part, Tensor, layer_input_bytes, mask_bytes
+from megatron_wlb.layers.part import LAUNCHES_US, Again, Part, Tensor, layer_input_bytes, mask_bytes
 from megatron_wlb.model import MLP
 
 
 class Mlp(Part):
     letters = MLP
-    modules: ClassVar[tuple[str, ...]] = ("mlp",)
+    modules: ClassVar[Mapping[str, float]] = {"mlp": LAUNCHES_US}
     kernels = (3, 4)
 
     def kept(self, job: Job) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """What every part of a layer states: its sizes, the tensors that it keeps, its kernels, and its limits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -8,8 +8,24 @@ import numpy as np
 from megatron_wlb.job import Job
 from megatron_wlb.model import Matrix
 
+ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
 Rules = dict[str, Callable[[Any], Any]]
 """Sentences, and whether they hold for Megatron's arguments `a`; a missing one is None."""
+
+
+class Adaptation(NamedTuple):
+    applies: Callable[[Any, Collection[str]], Any]
+    """Whether it applies to these arguments (a missing one is None), of which those with these names were given."""
+    values: dict[str, Any]
+    """What it sets. What only exists beside it, as details of something switched off, is not printed."""
+    reason: str
+    price: str = ""
+    """What is lost with what is switched off; "" if neither results nor speed are."""
+
+
+def without(*names: str) -> dict[str, Any]:
+    """Return values that switch arguments off."""
+    return dict.fromkeys(names, False)
 
 
 class Tensor(NamedTuple):
@@ -31,8 +47,22 @@ class Again(NamedTuple):
     """That other kernels read and write of a row."""
     kernels: int = 0
     """Others than products."""
-    dispatched: bool = False
-    """Rows go to their experts and back again, too."""
+    travels: bool = False
+    """Rows travel again, too (`Part.travel`)."""
+
+
+LAUNCHES_US = 850.0
+"""Launches of attention, and of a layer and micro-batch in both directions. An MLP and a mixer have as many: assumed,
+since no published dense step is bound by them.
+
+Fitted to steps of mixtures of experts with and without graphs (`benchmarks.published`), with what experts and copies
+take. The steps tell their sum, and hardly how modules share it: without a model, a release or a GPU the fit has 3700 to
+4800 us in all, and 2000 to 3800 for a router (`left_out` of benchmarks/results/published.json). A rehearsal of Megatron
+0.19 over TransformerEngine 2.20 counts, with products by hand, of a layer and micro-batch in both directions: 52
+launches of a dense layer in bf16 (63 with latent attention) and 94 in FP8, and 100 of one with experts, beside their
+products. So a fitted constant is 33 to 41 us a launch, where a launch itself takes 4 to 8: most of it is modules and
+autograd in Python, which no count derives, and rests on the fit alone.
+"""
 
 
 class Part:
@@ -42,12 +72,21 @@ class Part:
     """In `ModelShape.pattern` and `ModelShape.parts_of`."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Values of `--experimental-attention-variant` that stand for it."""
-    modules: ClassVar[tuple[str, ...]]
-    """Modules of `--cuda-graph-modules` that replay it."""
+    modules: ClassVar[Mapping[str, float]]
+    """Modules of `--cuda-graph-modules`, and us in which the host launches them for a layer and micro-batch in both
+    directions. A graph of the last replays all of it."""
     kernels: ClassVar[tuple[int, int]]
     """Kernels that are no products, forward and backward."""
+    gathered: ClassVar[bool] = True
+    """Tensor-parallel ranks gather its rows before it, and scatter them after it."""
+    pooled: ClassVar[bool] = False
+    """Ranks pool it (`Parallel.pooling_ranks`)."""
     refused: ClassVar[Rules] = {}
     """Flag, reason and remedy of what `--wlb` cannot serve of several arguments; one alone has a row in the table."""
+    adapted: ClassVar[tuple[Adaptation, ...]] = ()
+    """What `--wlb` sets of its arguments, or switches off; one alone has a row in the table."""
+    assumed: ClassVar[Rules] = {}
+    """Sentences on what predictions take for granted of it."""
     differs: ClassVar[Rules] = {}
     """How it is trained otherwise than without `--wlb`; formatted with `a`."""
 
@@ -55,9 +94,25 @@ class Part:
         """Return fields of `ModelShape` by Megatron's arguments and other fields. Raises ValueError."""
         return {}
 
+    def ranks(self, a: Any) -> dict[str, Any]:
+        """Return fields of `Parallel` by Megatron's arguments. Raises ValueError."""
+        return {}
+
+    def settings(self, a: Any) -> dict[str, Any]:
+        """Return fields of `Job` by Megatron's arguments."""
+        return {}
+
+    def has_user_buffers(self, a: Any) -> bool:
+        """Whether upstream has user buffers for a model with these arguments, in its layers of this kind."""
+        return True
+
     def kept(self, job: Job) -> dict[str, Tensor]:
         """Return the tensors that it keeps for backward, with the norm before it."""
         raise NotImplementedError
+
+    def gradient_rows(self, job: Job) -> int:
+        """Return the gradients of rows that its backward holds at first, a hidden state each."""
+        return 1
 
     def values(self, job: Job) -> int:
         """Return the values of a row that its kernels read and write, without a norm and a residual sum."""
@@ -66,6 +121,21 @@ class Part:
     def again(self, job: Job, dropped: set[str]) -> Again:
         """Return what runs again where these modules are recomputed, but for core attention."""
         return Again()
+
+    def launches_us(self, job: Job) -> float:
+        """Return us in which the host launches what no module stands for."""
+        return 0.0
+
+    def travel(self, job: Job, tokens: np.ndarray) -> np.ndarray:
+        """Return the time in which the rows of a layer travel to the ranks that it is divided over, and back, us."""
+        return np.zeros_like(tokens)
+
+    def dispatched(self, job: Job, tokens: np.ndarray, beside: Sequence[float]) -> np.ndarray:
+        """Return what `travel` adds to forward and to backward with the copies of rows that it needs, us, [2, M].
+
+        `beside`: what another micro-batch computes in the same layer in the other direction, us.
+        """
+        return np.zeros((2, *tokens.shape))
 
     def moving(self, job: Job, tokens: np.ndarray) -> np.ndarray:
         """Return the time in which rows of a mixer go to other context-parallel ranks and back, us."""
@@ -80,3 +150,15 @@ def layer_input_bytes(job: Job) -> float:
 def mask_bytes(job: Job) -> float:
     """Bytes of a dropout mask, one per value of the hidden state."""
     return job.model.hidden_size / job.parallel.sequence_ranks if job.hidden_dropout else 0
+
+
+def rates(job: Job) -> tuple[float, float]:
+    """TFLOP/s of a layer's products outside of experts, forward and backward."""
+    gain, _ = job.profile.gain(job.precision, "attention")
+    forward, backward = job.profile.rates
+    return forward * gain, backward * gain
+
+
+def memory_time(job: Job, bytes_per_token: float, tokens: np.ndarray) -> np.ndarray:
+    """Return the time in which so many bytes of a row, over all tensor-parallel ranks, are read and written, us."""
+    return bytes_per_token / job.parallel.tp * tokens / job.profile.memory_gb_per_s / 1e3

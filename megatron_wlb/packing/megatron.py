@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_wlb.documents import Draw, PackedBatch, Policy
 from megatron_wlb.job import Job, Packing
+from megatron_wlb.layers import attention_of
 from megatron_wlb.pipeline.schedule import nearest_counts
 
 
@@ -23,8 +24,8 @@ class MegatronPacking(Packing):
 def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
     """Return the job as Megatron alone trains it: a micro-batch for every window, as packed.
 
-    Context-parallel ranks exchange K and V by a ring; TransformerEngine's takes no sliding windows, so models that have
-    some gather them. Virtual stages run in the job's groups, or in Megatron's default of as many as stages.
+    Context-parallel ranks exchange K and V by a ring, or gather them where upstream's ring cannot serve the model.
+    Virtual stages run in the job's groups, or in Megatron's default of as many as stages.
     """
     parallel, each = job.parallel, job.global_batch_size // job.parallel.dp
     group = (parallel.group_size or parallel.pp) if parallel.vpp > 1 else None
@@ -39,7 +40,7 @@ def without_wlb(job: Job, *, cp_sharding: str = "per-document") -> Job:
         reorder=False,
         overlap_transfers=False,
         tp_tile_rows=0,
-        cp_exchange="all" if job.model.windowed_share else "ring",
+        cp_exchange="all" if attention_of(job.model).no_ring(job.model) else "ring",
     )
 
 
@@ -55,6 +56,14 @@ def in_samples(documents: np.ndarray, job: Job) -> PackedBatch | None:
     return batch if fits and (np.diff(bounds) > 0).all() else None
 
 
+def windows(documents: np.ndarray, job: Job) -> PackedBatch:
+    """Return DOCUMENT rows of a step in Megatron's order, a micro-batch a sample; without samples it is empty."""
+    sample = documents["index"] // job.context_length
+    first = sample[0] if len(sample) else 0
+    bounds = np.searchsorted(sample, first + np.arange(job.num_micro_batches + 1))
+    return PackedBatch(documents=documents, bounds=bounds)
+
+
 class MegatronPolicy(Policy):
     """A micro-batch for each sample of the step."""
 
@@ -63,8 +72,4 @@ class MegatronPolicy(Policy):
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
         """Pack step `step`; at the end of the data, the last micro-batches stay empty."""
-        documents = draw.own()
-        sample = documents["index"] // self._job.context_length
-        first = sample[0] if len(sample) else 0
-        bounds = np.searchsorted(sample, first + np.arange(self._job.num_micro_batches + 1))
-        return PackedBatch(documents=documents, bounds=bounds)
+        return windows(draw.own(), self._job)

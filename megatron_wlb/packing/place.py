@@ -31,8 +31,8 @@ class Sizes(NamedTuple):
 
 def sizes(job: Job, count: int, ranks: int, weights: CostWeights) -> Sizes:
     """Return the sizes of `count` micro-batches for `ranks` data-parallel ranks."""
-    # Ranks that divide experts wait for each other in every layer, so all micro-batches should be equal.
-    waiting = ranks if job.parallel.expert_dp_ranks == 1 else count
+    # Ranks that pool work wait for each other in every layer, so all micro-batches should be equal.
+    waiting = ranks if job.parallel.pooling_ranks == 1 else count
     return Sizes(count, waiting, weights.total, weights.largest, job.max_tokens)
 
 
@@ -52,7 +52,7 @@ def placed(documents: np.ndarray, job: Job, count: int, ranks: int | None = None
     if len(rows) < len(documents):
         return None
     rows, bounds = _filled(rows, bounds, lengths)
-    dealt = np.arange(count).reshape(given.ranks, -1) if job.parallel.expert_dp_ranks == 1 else None
+    dealt = np.arange(count).reshape(given.ranks, -1) if job.parallel.pooling_ranks == 1 else None
     return PackedBatch(documents=documents[rows], bounds=bounds, ranks=dealt)
 
 

@@ -5,7 +5,7 @@ post and wait as in megatron-core 0.19 by default: the plain schedule sends and 
 does the interleaved one (`--overlap-p2p-communication`) in warm-up and cool-down, and in between it receives one pass
 ahead, and waits for an output until it is sent, and for a gradient until after the next backward. With
 `Schedule.overlap_transfers` it receives ahead throughout (`--overlap-p2p-communication-warmup-flush`) and waits for no
-send. Passes that run by turns (`Schedule.overlaps_experts`) are a pair: they begin when the inputs of both are there,
+send. Passes that run by turns (`Schedule.by_turns`) are a pair: they begin when the inputs of both are there,
 run here one after the other, and send when both have ended. Tests compare this with upstream's own functions.
 `passes_of` leaves transfers out.
 """
@@ -76,9 +76,9 @@ def graph_of(schedule: Schedule) -> Graph:
 
 
 def _pairs(schedule: Schedule, chains: "_Chains") -> tuple[np.ndarray, np.ndarray]:
-    """Return forward and backward passes that run by turns (`Schedule.overlaps_experts`), int64 [pairs] each."""
+    """Return forward and backward passes that run by turns (`Schedule.by_turns`), int64 [pairs] each."""
     none = np.empty(0, np.int64)
-    if not schedule.overlaps_experts or schedule.num_stages == 1:  # nothing is sent
+    if not schedule.by_turns or schedule.num_stages == 1:  # nothing is sent
         return none, none
     phases = _phases(schedule, chains)
     steady = [passes[phases.steady[passes]] for passes in phases.by_turn.reshape(2, -1)]

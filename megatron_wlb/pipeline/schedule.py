@@ -21,7 +21,7 @@ class Schedule:
     overlap_transfers: bool = False
     """An interleaved stage waits for no send, and receives a pass ahead throughout (`adapter/p2p.py`). Upstream's
     default is to wait for each send, and in warm-up and cool-down for each receive."""
-    overlaps_experts: bool = False
+    by_turns: bool = False
     """After one more forward pass in warm-up, the layers of a forward pass and of the backward pass behind it run by
     turns (`--overlap-moe-expert-parallel-comm`)."""
 
@@ -32,7 +32,7 @@ class Schedule:
                 f"a pipeline has {stages} stages, {self.num_chunks} chunks, {count} micro-batches; give one of each"
             )
         if self.num_chunks == 1:
-            if self.overlaps_experts and stages > 1:
+            if self.by_turns and stages > 1:
                 raise ValueError(
                     f"a pipeline of {stages} stages without virtual ones does not overlap experts; give "
                     "--num-virtual-stages-per-pipeline-rank, or leave --overlap-moe-expert-parallel-comm out"
@@ -79,7 +79,7 @@ class Schedule:
         """Return the forward passes of `stage` before its first backward; a step may have fewer."""
         behind = self.num_stages - 1 - stage
         first = behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
-        return first + self.overlaps_experts
+        return first + self.by_turns
 
     def in_flight(self, stage: int, weights: np.ndarray) -> float:
         """Return the most that a stage holds at once of forward passes, which weigh `weights`, float64 [chunks].
@@ -93,7 +93,7 @@ class Schedule:
     def begins_pair(self, stage: int) -> np.ndarray:
         """Return which of `ops` are forward passes that run by turns with the backward pass behind them, bool [ops]."""
         forward = ~self.ops(stage)["backward"]
-        return forward & (forward.cumsum() > self.warm_up(stage)) & self.overlaps_experts
+        return forward & (forward.cumsum() > self.warm_up(stage)) & self.by_turns
 
     def turns(self, stage: int) -> np.ndarray:
         """Return the rank of passes on `stage`, int64 [2, num_chunks, micro_batches_per_rank].

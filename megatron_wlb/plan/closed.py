@@ -164,7 +164,7 @@ def _best_with(documents: np.ndarray, job: Job, count: int, equal: bool) -> Cand
         job = job.of_step(count, int(documents["length"].sum()))
     except ValueError:
         return None
-    dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
+    dp, beside = job.parallel.dp, job.parallel.pooling_ranks
     work = job.work(documents["length"])
     even = makespans(job.schedule(), np.full((1, count // dp), int(work.sum()) // count))[0]
     candidates: list[Candidate] = []

@@ -101,9 +101,9 @@ def steps_left(job: Job, samples: Samples, first_sample: int) -> int:
 
 
 def _scaled(job: Job) -> Job:
-    """Return the job with about `RANKS` data-parallel ranks, whole groups of those that divide experts."""
+    """Return the job with about `RANKS` data-parallel ranks, whole groups of those that pool work."""
     parallel = job.parallel
-    ranks = min(parallel.dp, -(-RANKS // parallel.expert_dp_ranks) * parallel.expert_dp_ranks)
+    ranks = min(parallel.dp, -(-RANKS // parallel.pooling_ranks) * parallel.pooling_ranks)
     windows, count = (size * ranks // parallel.dp for size in (job.global_batch_size, job.num_micro_batches))
     return replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
 

@@ -17,28 +17,26 @@ MOST_MOVED = 128
 """With more micro-batches there is no local search: it gains less than 0.01 % there, and takes long to prepare."""
 
 
-def place(
-    work: np.ndarray, job: Job, experts: np.ndarray | None = None, tokens: np.ndarray | None = None
-) -> np.ndarray:
+def place(work: np.ndarray, job: Job, pooled: np.ndarray | None = None, tokens: np.ndarray | None = None) -> np.ndarray:
     """Return the micro-batches of each data-parallel rank, int64 [dp, M / dp].
 
     From a start that deals micro-batches in descending work, back and forth over the ranks, one of the costliest rank
     (`rank_cost`) is swapped for one of the cheapest other rank with which both cost less by 1/8192. Round-robin, as in
-    Megatron's own sampler, if the job keeps its order. Ranks that divide experts (`Parallel.expert_dp_ranks`) run
-    micro-batches concurrently that are neighbours in work outside of experts; such bundles are then dealt. If a rank
+    Megatron's own sampler, if the job keeps its order. Ranks that pool work (`Parallel.pooling_ranks`) run
+    micro-batches concurrently that are neighbours in work that is not pooled; such bundles are then dealt. If a rank
     has more tokens than memory allows (`Job.most_rank_tokens`), micro-batches are dealt in descending tokens.
 
-    `work`, `experts` (its part in experts) and `tokens` are int64 [M]; None: no part, few enough.
+    `work`, `pooled` (its part that ranks pool) and `tokens` are int64 [M]; None: no part, few enough.
     """
-    dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
+    dp, beside = job.parallel.dp, job.parallel.pooling_ranks
     if not job.reorders:
         return np.arange(len(work)).reshape(-1, dp).T
     if beside == 1:
         rows = _deal(work, dp, job)
     else:
-        experts = np.zeros_like(work) if experts is None else experts
-        bundles = np.argsort(experts - work, kind="stable").reshape(-1, beside)
-        groups = _deal(critical_work(work[bundles.T], experts[bundles.T], job)[0], dp // beside, job)
+        pooled = np.zeros_like(work) if pooled is None else pooled
+        bundles = np.argsort(pooled - work, kind="stable").reshape(-1, beside)
+        groups = _deal(critical_work(work[bundles.T], pooled[bundles.T], job)[0], dp // beside, job)
         rows = bundles[groups].swapaxes(1, 2).reshape(dp, -1)
     if tokens is not None and tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
         rounds = np.argsort(-tokens, kind="stable").reshape(-1, dp)
@@ -47,16 +45,16 @@ def place(
     return rows
 
 
-def critical_work(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
+def critical_work(work: np.ndarray, pooled: np.ndarray, job: Job) -> np.ndarray:
     """Return the work that sets the time of micro-batches, int64 [ranks, M].
 
-    In every layer, ranks that divide experts wait for the one with the most work outside of experts, and do equal
-    shares of the work of experts. `work` and `experts`, its part there, are int64 [ranks, M] of neighbouring ranks.
+    In every layer, ranks that pool work wait for the one with the most other work, and do equal shares of what they
+    pool. `work` and `pooled`, its part, are int64 [ranks, M] of neighbouring ranks.
     """
-    beside = job.parallel.expert_dp_ranks
+    beside = job.parallel.pooling_ranks
     groups = len(work) // beside, beside, work.shape[1]
-    shared = experts.reshape(groups).sum(axis=1) // beside
-    return np.repeat((work - experts).reshape(groups).max(axis=1) + shared, beside, axis=0)
+    shared = pooled.reshape(groups).sum(axis=1) // beside
+    return np.repeat((work - pooled).reshape(groups).max(axis=1) + shared, beside, axis=0)
 
 
 def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from megatron_wlb.documents import PackedBatch, ShardPlan
 from megatron_wlb.job import Job
+from megatron_wlb.packing.megatron import windows, without_wlb
 from megatron_wlb.plan import metrics, placement
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.settings import SizeOrNone, in_range
@@ -138,6 +139,22 @@ def step_cost(batch: PackedBatch, job: Job) -> int:
     return int(placement.rank_cost(critical, job).max())
 
 
+def packing_gain(batch: PackedBatch, own: np.ndarray, job: Job) -> float | None:
+    """Return the time of Megatron's windows over that of a step, both per work, by `step_cost`.
+
+    `own`: DOCUMENT rows of the step's own samples. None if these have none, or Megatron's pipeline cannot run them.
+    """
+    if not len(own):
+        return None
+    try:
+        alone = without_wlb(job)
+    except ValueError:
+        return None
+    pairs = ((windows(own, alone), alone), (batch, job))
+    theirs, ours = (step_cost(each, of) / job.work(each.documents["length"]).sum() for each, of in pairs)
+    return float(theirs / ours)
+
+
 def shard_step(job: Job, lengths: Sequence[np.ndarray], ranks: np.ndarray | None = None) -> list[list[ShardPlan]]:
     """Return every data-parallel rank's shards of a step, in pipeline order.
 
@@ -159,10 +176,10 @@ def divided(
     That is the micro-batches of data-parallel ranks, `rows` if memory holds them, and `critical`, int64 [dp, M / dp].
     """
     job = job.of_step(len(work), int(tokens.sum()))
-    experts = tokens * job.expert_crossover_tokens
+    pooled = tokens * job.pooled_crossover_tokens
     if rows is None or tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
-        rows = placement.place(work, job, experts, tokens)
-    return job, rows, placement.critical_work(work[rows], experts[rows], job)
+        rows = placement.place(work, job, pooled, tokens)
+    return job, rows, placement.critical_work(work[rows], pooled[rows], job)
 
 
 def _words(numbers: np.ndarray) -> str:

@@ -12,10 +12,11 @@ from functools import lru_cache
 import numpy as np
 
 import megatron_wlb._native as _native
-from megatron_wlb.cost.attention import ExchangeModel, attention_kernels, exchange_model, sharding_kernel
+from megatron_wlb.cost.attention import attention_kernels, exchange_model, sharding_kernel
 from megatron_wlb.documents import SEGMENT, Shard, ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import STRATEGIES, Job
+from megatron_wlb.layers.attention import ExchangeModel
 from megatron_wlb.sharding.routing import moved_rows
 
 # Beside a constant: predicted time of a layer that is lost without it, median and most of ten jobs (CP = 2 to 32, 7B to

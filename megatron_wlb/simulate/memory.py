@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.layers import part_of
+from megatron_wlb.layers import attention_of, part_of
 from megatron_wlb.layers.part import Tensor, layer_input_bytes
-from megatron_wlb.model import EXPERTS, FULL, MLP
+from megatron_wlb.model import FULL
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
@@ -65,15 +65,15 @@ def held_bytes(
 
 
 def gpu_weights(job: Job) -> np.ndarray:
-    """Return the weights of a GPU of every stage outside of routed experts, and of these, float64 [2, pp]."""
+    """Return the weights of a GPU of every stage, float64 [2, pp], as `ModelShape.held_weights_of` has them."""
     model, parallel = job.model, job.parallel
     held = np.array([model.held_weights_of(kind) for kind in model.kinds], float)  # [kinds, 2]
-    weights, experts = held.T @ job.layers_by_kind().sum(axis=2)
+    weights, pooled = held.T @ job.layers_by_kind().sum(axis=2)
     weights[0] += model.vocabulary_weights
     weights[-1] += model.vocabulary_weights + model.mtp_num_layers * model.joining_weights
     if model.mtp_num_layers and parallel.pp > 1:
         weights[-1] += model.vocabulary_weights  # the last stage embeds, too
-    return np.stack((weights / parallel.tp, experts / parallel.expert_ranks))
+    return np.stack([each / ranks for each, ranks in zip((weights, pooled), parallel.shards, strict=True)])
 
 
 def tensors(job: Job, part: str) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def tensors(job: Job, part: str) -> dict[str, Tensor]:
 
 
 def _mlp_tensors(job: Job) -> dict[str, Tensor]:
-    return tensors(job, EXPERTS if job.model.moe_router_topk else MLP)
+    return tensors(job, job.model.feed_forward)
 
 
 def _kept(job: Job, of: Mapping[str, Tensor]) -> float:
@@ -112,15 +112,15 @@ def logits_bytes(job: Job) -> float:
 def mlp_backward_bytes(job: Job) -> float:
     """Bytes that backward of one MLP adds to the kept ones.
 
-    It holds what it recomputes and the gradient of its output; with experts also that gradient as sent. Add two
-    tensors, before and after a matrix product, an activation or an exchange. The largest such tensor is the
-    activation's, the rows that experts are sent, or those that sequence-parallel ranks gather, without user buffers.
+    It holds what it recomputes and gradients (`Part.gradient_rows`). Add two tensors, before and after a product, an
+    activation or an exchange. The largest such tensor is the activation's, the rows that experts are sent, or those
+    that sequence-parallel ranks gather, without user buffers.
     """
     kept, row = _mlp_tensors(job), layer_input_bytes(job)
     gathered = row * job.parallel.sequence_ranks if job.parallel.sequence_ranks > 1 and not job.tiles else 0
     recomputed = sum(tensor.bytes for tensor in kept.values()) - _kept(job, kept)
     largest = max(gathered, *(kept[name].bytes for name in ("sent", "activation") if name in kept))
-    return recomputed + row * (1 + job.model.moe_router_topk) + 2 * largest
+    return recomputed + row * part_of(job.model, job.model.feed_forward).gradient_rows(job) + 2 * largest
 
 
 Moved = tuple[float, float]
@@ -143,7 +143,7 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
 
     It holds what it recomputes, and gradients. On top comes the largest of three phases: a kernel with received K and V
     and with dK and dV in fp32; dK and dV being sent, cast before they are concatenated unless sent in fp32; or those
-    that come back, cast again. If latents are exchanged: K and V expanded again, and dK and dV before their cast.
+    that come back, cast again. If what was exchanged is kept: K and V expanded again, and dK and dV before their cast.
 
     Assumes one stage, half of the rank's rows per call, and FlashAttention-2 kernels, which hold dQ in fp32, and dK and
     dV for every query head.
@@ -159,7 +159,7 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     if p.cp == 1:
         return held + kernel
     keys = (1 + received) * kv
-    if job.cp_exchange == "latents":
+    if job.keeps_exchanged:
         return held + (w * keys if job.expands_again else 0) + 4 * keys + max(w * keys, kernel)
     value, back, casts = job.cp_gradient_bytes, sent * kv, job.cp_gradient_bytes < 4
     leaving = 4 * kv + value * (received * kv + max(casts * keys, back))
@@ -230,7 +230,7 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
     received, _ = moved or one_document(job, model.widest)
-    arrives = parallel.cp > 1 and job.cp_exchange != "latents" and "core_attn" not in recompute.dropped
+    arrives = parallel.cp > 1 and not job.keeps_exchanged and "core_attn" not in recompute.dropped
     prefetched = arrives * job.bytes_per_value * (1 + received) * model.kv_values_per_rank(parallel.tp)
     at_once = max(
         mlp_backward_bytes(job) + prefetched, attention_backward_bytes(job, moved) - _kept(job, _mlp_tensors(job))
@@ -245,10 +245,9 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
         at_once += together * float(in_layer.max())
     else:
         kept = layers * each
-    if job.overlaps_experts:
+    if job.schedule().by_turns:
         at_once += float(in_layer.max())  # of the forward pass that runs by turns
-    if not model.kv_lora_rank:
-        kept = kept + 4 * model.kv_channels  # rows of the rotary table in fp32, looked up in every virtual stage
+    kept = kept + attention_of(model).looked_up_bytes(job)
     return kept, at_once + _moving_bytes(job) + _output_bytes(job) * (stage == parallel.pp - 1)
 
 

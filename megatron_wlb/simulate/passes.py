@@ -6,18 +6,14 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from megatron_wlb.cost.attention import (
-    Directions,
     attention_kernels,
     exchange_model,
-    expansion,
     exposed_exchange,
     ring_counts,
     ring_sums,
 )
 from megatron_wlb.cost.host import launches, waiting
 from megatron_wlb.cost.linear import (
-    copies,
-    exposed_dispatch,
     joining_matrix,
     loss,
     memory_bound,
@@ -30,8 +26,9 @@ from megatron_wlb.cost.linear import (
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
-from megatron_wlb.layers import part_of
-from megatron_wlb.model import EXPERTS, FULL, MLP, WINDOWED
+from megatron_wlb.layers import attention_of, part_of
+from megatron_wlb.layers.attention import Directions
+from megatron_wlb.model import FULL, MLP, WINDOWED
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
 
@@ -42,8 +39,8 @@ class LayerTimes:
 
     linear: np.ndarray
     """float64 [M]: matrix products and memory-bound operations."""
-    experts: np.ndarray
-    """float64 [M]: the experts' products and the exchange of their tokens, part of `linear`; 0 in dense models."""
+    pooled: np.ndarray
+    """float64 [M]: products of parts that ranks pool (`Part.pooled`), with the travel of rows, part of `linear`."""
     tensor: np.ndarray
     """float64 [M]: exposed tensor-parallel communication."""
     attention: np.ndarray
@@ -73,7 +70,7 @@ class Passes:
     """Forward and backward (with recomputation)."""
     rows: np.ndarray
     """float64 [M]: tokens of a micro-batch on a context-parallel rank."""
-    expert_wait: np.ndarray
+    pool_wait: np.ndarray
     """Time within `forward` and `backward` that waits for other data-parallel ranks: float64 [2, stages, chunks, M]."""
 
 
@@ -144,7 +141,7 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
         transfer=network.point_to_point(row_bytes / tp, Group(size=job.parallel.pp, stride=job.parallel.stage_stride)),
         layers=(first, last),
         rows=tokens,
-        expert_wait=np.zeros((2, *forward.shape)),
+        pool_wait=np.zeros((2, *forward.shape)),
     )
 
 
@@ -163,35 +160,33 @@ def _layer_times(
     tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
     exposed = 1 - job.tp_overlap * (1 - tiled(job, tokens)[1] / tokens)
     matrices = model.matrices_of(kind)
-    # Forward gathers before and scatters after attention and MLP; rows of experts move by `token_exchange` alone, and
-    # those of shared experts, which a job does not know, are left out. Backward mirrors this, and gathers inputs again
-    # for weight gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient,
+    # Forward gathers before and scatters after attention and MLP; rows that travel do no more, and those of shared
+    # experts, which a job does not know, are left out. Backward mirrors this, and gathers inputs again for weight
+    # gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient,
     # and the scatter with the product for the weight gradient.
     columns = [m for m in matrices if m.divided == "outputs"]
     hiding = [products(job, [m for m in columns if m.part == part], tokens) for part in ("attention", "mixer", "mlp")]
     overlapped = sum(np.minimum(gather, each.inputs) + np.minimum(scatter, each.weights) for each in hiding)
-    parts = len(model.parts_of(kind).replace(EXPERTS, ""))
-    moved = parts * (gather + scatter), 2 * parts * gather + parts * scatter - overlapped
+    parts = {letter: part_of(model, letter) for letter in model.parts_of(kind)}
+    count = sum(part.gathered for part in parts.values())
+    moved = count * (gather + scatter), 2 * count * gather + count * scatter - overlapped
     every, bound = products(job, matrices, tokens), memory_bound(job, kind, tokens)
-    of_experts = products(job, [m for m in matrices if m.part == "experts"], tokens)
+    pooled = products(job, [m for letter, part in parts.items() if part.pooled for m in model.part(letter)], tokens)
     by_tile = tiling(job, kind, tokens) if job.tiles else (0.0, 0.0)
     if kind in (FULL, WINDOWED):
         attention, exchange = _attention(job, shards, model.window_of(kind))
-        again = expansion(job)[0] * tokens if job.expands_again else 0.0
+        again = attention_of(model).expands_us(job) * tokens
     else:
-        none, moving, again = np.zeros((len(tokens), cp)), part_of(model, kind).moving(job, tokens), 0.0
+        none, moving, again = np.zeros((len(tokens), cp)), parts[kind].moving(job, tokens), np.zeros_like(tokens)
         attention, exchange = (none, none), (moving, moving)
     linear = every.forward + bound[0] + by_tile[0], every.backward + bound[1] + again + by_tile[1]
     # The partner of a pass may be any other micro-batch of the rank.
     beside = [float(np.mean(linear[i] + attention[i].max(axis=1))) for i in (1, 0)]
-    pairs = zip(beside, copies(job, tokens), strict=True)
-    dispatched = [
-        (exposed_dispatch(job, tokens, each) + copied) * (EXPERTS in model.parts_of(kind)) for each, copied in pairs
-    ]
+    dispatched = np.sum([part.dispatched(job, tokens, beside) for part in parts.values()], axis=0)
     forward, backward = (
         LayerTimes(
             linear=linear[i] + dispatched[i],
-            experts=(of_experts.forward, of_experts.backward)[i] + dispatched[i],
+            pooled=(pooled.forward, pooled.backward)[i] + dispatched[i],
             tensor=moved[i] * exposed,
             attention=attention[i],
             slowest=attention[i].max(axis=1),
@@ -202,17 +197,16 @@ def _layer_times(
     )
     if not job.recompute.dropped:
         return _launched(job, kind, forward, backward)
-    of_modules, of_routed = recomputed(job, kind, tokens)
+    of_modules, of_pooled = recomputed(job, kind, tokens)
     of_mlp = "mlp" in job.recompute.dropped and MLP in model.parts_of(kind)
     of_attention = "core_attn" in job.recompute.dropped
     run_again = LayerTimes(
         linear=of_modules,
-        experts=of_routed,
+        pooled=of_pooled,
         tensor=(gather + scatter) * exposed * of_mlp,
         attention=forward.attention * of_attention,
         slowest=forward.slowest * of_attention,
-        # Latents that were exchanged are kept.
-        exchange=forward.exchange * (of_attention and job.cp_exchange != "latents"),
+        exchange=forward.exchange * (of_attention and not job.keeps_exchanged),
         launches=np.zeros_like(tokens),
     )
     return _launched(job, kind, forward, _sum((1, 1), (backward, run_again)))
@@ -266,20 +260,20 @@ def crossover(job: Job) -> int:
 
 
 def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
-    """Return `passes` of all ranks, with those that divide experts in lockstep.
+    """Return `passes` of all ranks, with those that pool parts of a layer in lockstep (`Part.pooled`).
 
-    In every layer, the slowest of these ranks determines when tokens go to the experts, whose work they share equally.
+    In every layer, the slowest of these ranks determines when the pooled work begins, which they share equally.
     """
-    layers, beside = job.layers()[:, :, None], job.parallel.expert_dp_ranks
+    layers, beside = job.layers()[:, :, None], job.parallel.pooling_ranks
     together: list[Passes] = []
     for group in (passes[i : i + beside] for i in range(0, len(passes), beside)):
         own = np.array([(p.forward, p.backward) for p in group])
-        experts = np.array([[layers * layer.experts for layer in p.layers] for p in group])
-        alone = own - experts + experts.mean(axis=0)
+        pooled = np.array([[layers * layer.pooled for layer in p.layers] for p in group])
+        alone = own - pooled + pooled.mean(axis=0)
         times = alone.max(axis=0)
         transfer = np.max([p.transfer for p in group], axis=0)
         together += [
-            replace(p, forward=times[0], backward=times[1], transfer=transfer, expert_wait=times - mine)
+            replace(p, forward=times[0], backward=times[1], transfer=transfer, pool_wait=times - mine)
             for p, mine in zip(group, alone, strict=True)
         ]
     return tuple(together)
@@ -293,7 +287,7 @@ def _attention(job: Job, shards: Sequence[ShardPlan], window: int | None) -> tup
         busy, added = np.array([each for each, _ in timed]), np.array([each for _, each in timed])
         return (busy[:, 0], busy[:, 1]), (added[:, 0], added[:, 1])
     rows = np.array([float(p.lengths.sum()) for p in shards])
-    if job.cp_exchange == "latents":
+    if job.keeps_exchanged:
         rows = np.array([float(moved_rows(p).max()) for p in shards])
     counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 4]
     calls, *tiles = np.moveaxis(counts, 2, 0)
@@ -306,6 +300,6 @@ def _attention(job: Job, shards: Sequence[ShardPlan], window: int | None) -> tup
             each = (ring_counts(plan.lengths, job.parallel.cp, kernels[0].tile_rows) for plan in shards)
             tiles = [np.array(found) for found in zip(*each, strict=True)]
     forward, backward = (kernel.time(calls, *tiles) + more for kernel, more in zip(kernels, sums, strict=True))
-    if job.cp_exchange == "latents":
+    if job.keeps_exchanged:
         return (forward, backward), exchange_model(job).times(rows)
     return (forward, backward), exposed_exchange(job, rows, (forward.max(axis=1), backward.max(axis=1)))

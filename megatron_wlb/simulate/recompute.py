@@ -15,7 +15,7 @@ MODULES = ("layernorm", "moe_act", "mla_up_proj", "shared_experts", "mlp", "moe"
 """Values of `--recompute-modules` that free memory; what core attention keeps is almost nothing with its kernels."""
 
 
-_IN_MOE = {"moe_act", "shared_experts"}
+_WITHIN_MOE = {"moe_act", "shared_experts"}
 
 
 def ways(job: Job) -> list[Recompute]:
@@ -27,7 +27,7 @@ def ways(job: Job) -> list[Recompute]:
     if job.offloaded_layers:
         return [Recompute()]
     time, most, refused = _backward(job), int(job.decoder_layers().max()), set[str]()
-    if job.overlaps_experts:
+    if job.schedule().by_turns:
         most, refused = 0, {"moe"}
     if job.precision == "delayed":
         refused |= {"moe_act", "layernorm"}
@@ -37,7 +37,7 @@ def ways(job: Job) -> list[Recompute]:
         price = {name: (time(_selective(name)) - plain) / _freed(job, name) for name in left}
         taken.append(min(left, key=lambda name: price[name]))
         left.remove(taken[-1])
-        found.append(_selective(*({*taken} - _IN_MOE if "moe" in taken else taken)))
+        found.append(_selective(*({*taken} - _WITHIN_MOE if "moe" in taken else taken)))
     found += [Recompute(granularity="full", method="block", num_layers=count) for count in range(1, most + 1)]
     found += [Recompute(granularity="full", method="uniform", num_layers=count) for count in range(2, most + 1)]
     return sorted(found, key=time)

@@ -55,7 +55,7 @@ class Breakdown:
     cp_wait: float
     """Waiting for the slowest context-parallel rank, in every layer."""
     ep_wait: float
-    """Waiting for the slowest data-parallel rank of an expert-parallel group, in every layer."""
+    """Waiting for the slowest data-parallel rank of those that pool parts of a layer, in every layer."""
     bubble: float
     """Idle time of a pipeline with equal micro-batches: filling, draining, uneven stages and transfers."""
     imbalance: float
@@ -134,7 +134,7 @@ def _in_passes(step: SimulatedStep) -> dict[str, float]:
     in_layers = per_gpu(lambda layer: layer.total)
     names = ("linear", "tensor", "exchange", "launches")
     linear, tensor, exchange, launches = (per_gpu(attrgetter(name)) for name in names)
-    ep_wait = float(np.mean([p.expert_wait.sum() for p in step.passes])) / job.parallel.pp
+    ep_wait = float(np.mean([p.pool_wait.sum() for p in step.passes])) / job.parallel.pp
     return {
         "attention": attention,
         "linear": linear,
@@ -178,7 +178,7 @@ def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     between = min(p.pp, max(1, network.gpus_per_node // (p.tp * p.cp))) if p.stages_before_dp else 1  # stages in a node
     exposed, byte = 1 - job.profile.dp_overlap, ADAM_BYTES / job.profile.memory_gb_per_s / 1e3
     found = np.zeros((3, p.pp))
-    for weights, copies, stride in zip(gpu_weights(job), p.copies, (p.tp, p.expert_ranks), strict=True):
+    for weights, copies, stride in zip(gpu_weights(job), p.copies, p.shards, strict=True):
         group = Group(size=copies, stride=stride * between)
         if weights.any():
             found[0] += network.collective("reduce_scatter", weights * FP32, group) * exposed

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,16 @@ from tests import worlds
 
 type Step = dict[str, Any]
 
+
+class Seconds(NamedTuple):
+    """CPU time of the parts of the demo, as measured; two free cores take at most as long."""
+
+    profile: float
+    prediction: float
+    training: float
+    resume: float
+
+
 FOLDER = Path("demo")
 STEPS, SAVED, WARM = 24, 22, 2
 """Steps that are shown, the one that leaves a checkpoint, and those at the start that warm up."""
@@ -48,7 +58,10 @@ WAYS = {
     "megatron": "--wlb --wlb-packing megatron --wlb-cp-sharding per-sequence",
     "wlb": "--wlb",
 }
-SILENCE_SECONDS = 4.0
+SILENCE_SECONDS = 15.0
+SECONDS = Seconds(profile=9, prediction=21, training=83, resume=6)
+BUSY = 1.5
+"""Times the duration on free cores from which the demo warns of the load."""
 
 
 def lengths(window: int, tokens: int) -> np.ndarray:
@@ -141,14 +154,27 @@ def read(name: str, folder: Path = FOLDER) -> list[Step]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def expected() -> tuple[float, str]:
+    """How many times as long as two free cores this machine may take now, and what the demo says first."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    times = max(1.0, (load + 2) / cores)
+    said = f"The demo takes about {sum(SECONDS) / 60:.0f} minutes on two free cores"
+    if times > BUSY:
+        said += (
+            f", and here up to {sum(SECONDS) / 60 * times:.0f}: {load:.0f} processes run on {cores} cores. Their "
+            "noise may hide all differences; better wait until this machine has less to do"
+        )
+    return times, f"{said}."
+
+
 @contextmanager
-def alive(what: str) -> Iterator[None]:
-    """Say every few seconds that something still goes on."""
+def alive(what: str, seconds: float) -> Iterator[None]:
+    """Say from time to time that something still goes on, which may take so many seconds."""
     ended, began = threading.Event(), time.monotonic()
 
     def say() -> None:
         while not ended.wait(SILENCE_SECONDS):
-            print(f"   {what}: {time.monotonic() - began:.0f} s", flush=True)
+            print(f"   {time.monotonic() - began:.0f} s of up to {seconds:.0f} s", flush=True)
 
     thread = threading.Thread(target=say, daemon=True)
     print(f"== {what}", flush=True)
@@ -175,33 +201,34 @@ def main() -> None:
         shutil.rmtree(FOLDER / name, ignore_errors=True)
     for file in FOLDER.glob("*.*"):
         file.unlink()
+    times, said = expected()
+    print(said, flush=True)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = gpus or 2
     on = f"{gpus} GPUs" if gpus else "2 CPU cores"
     data = make_data(FOLDER, lengths(WINDOW, 400_000))
     alike = make_data(FOLDER / "alike", np.full(60 * ranks, WINDOW // 6))
-    with alive("Profile of this machine"):
+    with alive("Profile of this machine", SECONDS.profile * times):
         profile("cuda" if gpus else "cpu")
-    with alive(f"What --wlb would bring to this run on {on}"):
+    with alive(f"What --wlb would bring to this run on {on}", SECONDS.prediction * times):
         predicted, of_alike = predict(FOLDER, data, ranks), predict(FOLDER / "alike", alike, ranks)
         training_cpu.warm()  # meanwhile
         prediction, alike_prediction = predicted(), of_alike()
-    print(f"predicted: {prediction:.2f} times as many tokens per second", flush=True)
-    print(f"== {STEPS} steps of {ranks * WINDOW} tokens, Megatron's way and with --wlb by turns, on {on}", flush=True)
+    print(f"predicted: {prediction:.2f} times as many tokens per second as with Megatron's windows", flush=True)
+    print(f"== {STEPS} steps of {ranks * WINDOW} tokens, Megatron's windows and --wlb by turns, on {on}", flush=True)
     compare(FOLDER, data, ranks, STEPS, "--save", f"{FOLDER}/checkpoint", "--save-interval", str(SAVED))
-    with alive(f"--wlb was killed in step {len(read('wlb')) + 1}; resumed from the checkpoint of step {SAVED}"):
+    killed = f"--wlb was killed in step {len(read('wlb')) + 1}; resumed from the checkpoint of step {SAVED}"
+    with alive(killed, SECONDS.resume * times):
         resumed = resume(data, ranks)
     print(resumed)
     print(f"== {ALIKE_STEPS} steps of documents that are all alike: predicted {alike_prediction:.2f}", flush=True)
     compare(FOLDER / "alike", alike, ranks, ALIKE_STEPS)
     measured = report.ratio(*(read(name, FOLDER / "alike")[WARM:ALIKE_STEPS] for name in WAYS))
-    nothing = "Documents that are all alike: {:.2f} predicted, {:.2f} ± {:.2f} measured.".format(
-        alike_prediction, *measured
-    )
+    nothing = report.nothing(alike_prediction, *measured)
     print(nothing)
     plain, ours = (read(name)[:STEPS] for name in WAYS)
-    said = {"prediction": prediction, "resumed": resumed, "nothing": nothing}
-    print(report.write(FOLDER, plain, ours, warm=WARM, on=on, **said))
+    words = {"prediction": prediction, "resumed": resumed, "nothing": nothing}
+    print(report.write(FOLDER, plain, ours, warm=WARM, on=on, **words))
     print(f"{FOLDER}/report.html written; {time.monotonic() - began:.0f} seconds beside the installation")
 
 
@@ -230,9 +257,7 @@ def predict(folder: Path, data: str, ranks: int) -> Callable[[], float]:
 
 def compare(folder: Path, data: str, ranks: int, steps: int, *save: str) -> None:
     """Train both ways by turns and print every step; then kill all processes, in the middle of a step of --wlb."""
-    print(
-        f"{'step':>4}{'Megatron':>10}{'--wlb':>8}{'loss':>8}    loss{'waiting':>10}  waiting{'so far':>14}{'left':>8}"
-    )
+    print(f"{'step':>4}{'windows':>10}{'--wlb':>8}{'loss':>8}    loss{'waiting':>10}  waiting{'so far':>14}{'left':>8}")
     turns, began = Turns(ranks, len(WAYS)), time.monotonic()
     with ExitStack() as stack:
         readers: list[Any] = []
@@ -243,7 +268,7 @@ def compare(folder: Path, data: str, ranks: int, steps: int, *save: str) -> None
         while done < steps:
             if time.monotonic() - said > SILENCE_SECONDS:
                 said = time.monotonic()
-                print(f"{done + 1:4} ...", flush=True)
+                print(f"{done + 1:4} is running", flush=True)
             both = [read(name, folder) for name in WAYS]
             if min(map(len, both)) > done:
                 began = began if done else time.monotonic()

@@ -1,26 +1,13 @@
 """Megatron-Bridge's real `pretrain()` with the plugin, against Megatron's in one process: losses and all gradients."""
 
-import functools
 from unittest.mock import patch
 
 import pytest
 
 from megatron_wlb.adapter.plans import state_path
 from tests.adapter.bridge_runs import ADAM, ALGORITHM_1, EXPERTS, PP2, CommOverlapConfig, bridge, container, run
-from tests.adapter.training import MOE, train
+from tests.adapter.training import MOE
 from tests.upstream.test_parity import compare
-
-
-@pytest.fixture(scope="module")
-def alone(dataset):
-    """Megatron-LM's own run with these flags, in one process."""
-
-    @functools.cache
-    def run(flags):
-        flags = f"--eval-iters 1 --eval-interval 1 {flags}".split()
-        return train(1, dataset, *flags, wlb=False)
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -33,8 +20,9 @@ def alone(dataset):
         (2, EXPERTS, MOE),
     ],
 )
-def test_equals_megatron_in_one_process(size, layout, flags, dataset, alone, tmp_path):
-    got, megatron = run(size, dataset, tmp_path / "log.jsonl", **layout), alone(flags)
+def test_equals_megatron_in_one_process(size, layout, flags, dataset, upstream, tmp_path):
+    got = run(size, dataset, tmp_path / "log.jsonl", **layout)
+    megatron = upstream(f"--eval-iters 1 --eval-interval 1 {flags}")
     compare(got, megatron)
     assert got["evaluations"] == pytest.approx(megatron["evaluations"], rel=1e-5)
     assert got["tokens"] == pytest.approx(got["log"][1]["tokens"], abs=size)
@@ -53,7 +41,9 @@ def test_resumes_in_another_layout(dataset, tmp_path):
     assert again["log"][0]["loss"] == pytest.approx(whole["log"][1]["loss"], rel=1e-5)
 
 
-def test_what_is_set_is_said(dataset, capsys, monkeypatch):
+def test_what_is_set_is_said(dataset, monkeypatch):
+    made = []
+    monkeypatch.setattr(bridge, "_Run", lambda *given, make=bridge._Run: made.append(make(*given)) or made[-1])
     monkeypatch.setenv("WORLD_SIZE", "2")
     tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     config = container(dataset, **tp2, cuda_graph_impl="local", attention_dropout=0.1)
@@ -61,7 +51,7 @@ def test_what_is_set_is_said(dataset, capsys, monkeypatch):
     stopped = patch.object(bridge.bridge, "GlobalState", side_effect=RuntimeError("configs are final"))
     with stopped, pytest.raises(RuntimeError, match="configs are final"):
         bridge.pretrain(config)
-    said = capsys.readouterr().out
+    said = "\n".join(made[0]._said)
     assert config.model.calculate_per_token_loss and not config.ddp.average_in_collective
     assert "> wlb: sets --micro-batch-size 1 instead of 2: a micro-batch is one packed sequence" in said
     assert config.model.cuda_graph_impl == "none" and "> wlb: without --cuda-graph-impl local" in said

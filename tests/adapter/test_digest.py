@@ -101,7 +101,7 @@ def test_it_takes_as_many_operations_as_the_page_says(monkeypatch):
         monkeypatch.setattr(digest.mpu, name, lambda **_: 1)
     for name in ("get_tensor_model_parallel_rank", "get_context_parallel_group"):
         monkeypatch.setattr(digest.mpu, name, lambda: 0)
-    for name, value in {"get_args": args, "get_attr_wrapped_model": None, "_window": None}.items():
+    for name, value in {"get_args": args, "get_attr_wrapped_model": None, "keys_before": [None]}.items():
         monkeypatch.setattr(digest, name, lambda *_, value=value: value)
     tokens = torch.zeros(1, rows, dtype=torch.long)
     given = {"tokens": tokens, "labels": tokens, "positions": metadata.positions, "metadata": metadata}

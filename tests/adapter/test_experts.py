@@ -15,7 +15,7 @@ REDUCE = "megatron.core.transformer.moe.moe_utils.reduce_from_tensor_model_paral
 
 def installed(trained):
     """Weigh router losses of a run that trains this share of its tokens."""
-    return experts.KIND.installed(Run(lambda: trained, adapt=None))
+    return experts.KIND.installed(Run(trained=lambda: trained, windows=lambda: 1.0, adapt=None, clock=None))
 
 
 def micro_batches():

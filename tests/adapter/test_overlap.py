@@ -87,7 +87,7 @@ def noted(monkeypatch, tmp_path):
 def one_order(monkeypatch):
     """Micro-batches in the order of a run without the flag, whose warm-up is shorter."""
     schedule = Job.schedule
-    monkeypatch.setattr(Job, "schedule", lambda *given: replace(schedule(*given), overlaps_experts=False))
+    monkeypatch.setattr(Job, "schedule", lambda *given: replace(schedule(*given), by_turns=False))
 
 
 def both(size, flags, dataset, tmp_path, without="", **more):
@@ -144,10 +144,10 @@ def test_multi_token_prediction(size, flags, dataset, tmp_path, one_order):
 @pytest.mark.parametrize(
     ("size", "layout", "flags"), [(2, f"{EP2} {CP2} {UNEVEN}", ""), full(2, EP2, ""), full(4, f"{VPP2} {EP2}", FOUR)]
 )
-def test_equal_to_megatron(size, layout, flags, dataset):
-    common = [*GENTLE.split(), *MOE.split(), *flags.split()]
-    theirs = train(1, dataset, *common, wlb=False)
-    compare(train(size, dataset, *common, *layout.split(), OVERLAP), theirs)
+def test_equal_to_megatron(size, layout, flags, dataset, upstream):
+    common = f"{GENTLE} {MOE} {flags}"
+    theirs = upstream(common)
+    compare(train(size, dataset, *common.split(), *layout.split(), OVERLAP), theirs)
 
 
 @pytest.mark.parametrize(("size", "flags"), [(2, EP2), (2, f"{EP2} {CP2} {UNEVEN}"), (4, f"{FOUR} {VPP2} {EP2}")])

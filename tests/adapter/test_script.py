@@ -58,9 +58,14 @@ def test_an_unmodified_script_trains_as_ours_does(dataset):
         "--dataloader-type external instead of single",
         "--calculate-per-token-loss",
     ]
-    same = "> wlb: every step trains what Megatron's would, but for: "
-    (differences,) = [line for line in found.stdout.splitlines() if line.startswith(same)]
-    assert "; no attention dropout" in differences and f"{same}--wlb-packing paper:96,160 " in differences
+    *before, start, after = re.split("(?m)^(> wlb is on.*(?:\n> wlb: .*)*)", found.stdout)
+    assert "wlb: " not in "".join(before) and start.count("\n") >= 8
+    assert start.startswith("> wlb is on: every step trains the same as without --wlb, but for these differences\n")
+    assert re.findall("> wlb: differs: (.*)", start) == [
+        "--wlb-packing paper:96,160 trains documents in other steps",
+        "no attention dropout",
+    ]
+    assert "[before the start of training step]" in before[0] and " iteration        1/" in after
     theirs = steps(found)
     assert len(theirs) == 2
     assert theirs == steps(run(*LAUNCH, OURS, *MODEL, *flags))
@@ -143,7 +148,7 @@ def test_bad_input_is_one_line_and_status_2(command, message):
 
 
 def parse():
-    script._parsing(arguments.parse_args, set())()
+    script._parsing(arguments.parse_args, set(), [])()
 
 
 @pytest.mark.parametrize(
@@ -333,7 +338,7 @@ def test_every_argument_of_upstreams_parser_has_a_row():
     assert not {title: names for title, names in strange.items() if names}
 
 
-def test_an_argument_that_has_no_row_is_said_where_it_is_set(monkeypatch, capsys):
+def test_an_argument_that_has_no_row_is_said_where_it_is_set(monkeypatch):
     def parse(provider, ignore_unknown_args):
         parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
         parser.add_argument("--of-tomorrow", type=int, default=3)
@@ -342,13 +347,12 @@ def test_an_argument_that_has_no_row_is_said_where_it_is_set(monkeypatch, capsys
         args.rank = 0
         return args
 
-    monkeypatch.setattr(script, "_settle", lambda args, given: None)
-    for words, said in (
+    monkeypatch.setattr(script, "_settle", lambda args, given, said: None)
+    for words, flags in (
         ("", ""),
         ("--of-tomorrow 3", ""),
         ("--of-tomorrow 4 --no-old-way", "--of-tomorrow --no-old-way"),
     ):
         monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--wlb", "--lr", "1", *words.split()])
-        script._parsing(parse, set())()
-        line = f"> wlb: unknown to this release; trained as Megatron would: {said}\n"
-        assert capsys.readouterr().out == (line if said else "")
+        script._parsing(parse, set(), said := [])()
+        assert said == ([f"> wlb: unknown to this release; trained as Megatron would: {flags}"] if flags else [])

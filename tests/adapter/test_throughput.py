@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import timers
 from megatron.training import training
 
-from megatron_wlb.adapter.clock import attended_squares
+from megatron_wlb.adapter.layers.attention import attended_squares
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.documents import document_work

@@ -69,6 +69,11 @@ def full(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+def large(*values: Any) -> Any:
+    """A case of many processes, which `.ci/run` has."""
+    return pytest.param(*values, marks=pytest.mark.ci)
+
+
 def each_version(*values: Any) -> Any:
     """A case that `.ci/run` trains with older versions of megatron-core, too."""
     return pytest.param(*values, marks=pytest.mark.each_version)

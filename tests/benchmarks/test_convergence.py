@@ -43,7 +43,7 @@ FLAGS = "--num-query-groups 8 --wlb-max-tokens 320"
     ("variant", "flags"),
     [
         pytest.param("original", f"{CP2_PP2} --wlb-packing megatron", marks=pytest.mark.full),
-        ("wlb", f"{CP2_PP2} --wlb-packing paper:128,192"),
+        ("paper", f"{CP2_PP2} --wlb-packing paper:128,192"),
         pytest.param("fixed-8", f"{CP2_PP2} --wlb-packing fixed:8", marks=pytest.mark.full),
         ("delay", f"{DP2_PP2} --wlb-packing adaptive:30 --wlb-micro-batches 8"),
     ],

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from scripts.demo.report import ratio
+from scripts.demo import run
+from scripts.demo.report import judge, nothing, ratio
 from tests.cli.commands import ROOT
 
 
@@ -19,6 +20,34 @@ def test_a_ratio_is_of_tokens_a_second():
     ours = [step | {"work": [9]} for step in ours]
     assert ratio(plain, ours) == pytest.approx((0.75, 0))
     assert math.isnan(ratio(plain[:1], ours[:1])[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words", "tone"),
+    [
+        (1.25, 0.02, "1.25 ± 0.02 times as many tokens per second with --wlb as with Megatron's windows", "gain"),
+        (0.75, 0.02, "0.75 ± 0.02 times", "loss"),
+        (1.03, 0.05, "No difference is certain: 1.03 ± 0.05 times", "close"),
+        (1.03, 0.17, "This machine is too busy to measure: 1.03 ± 0.17 is noise", "noise"),
+        (2.04, 0.98, "This machine is too busy to measure", "noise"),
+        (2.04, math.nan, "This machine is too busy to measure", "noise"),
+    ],
+)
+def test_noise_is_no_result(value, error, words, tone):
+    said, found = judge(value, error)
+    assert said.startswith(words) and found == tone
+    assert ("too busy to measure it" in nothing(1, value, error)) == (tone == "noise")
+
+
+def test_the_demo_looks_at_the_load_first(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(4))
+    free = round(sum(run.SECONDS) / 60)
+    for load, times in ((0.4, 1), (2.0, 1), (14.0, 4)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0, 0))
+        found, said = run.expected()
+        assert found == times and ("better wait" in said) == (times > run.BUSY)
+        assert said.startswith(f"The demo takes about {free} minutes on two free cores")
+    assert f"here up to {round(sum(run.SECONDS) / 60 * 4)}: 14 processes run on 4 cores" in said
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ def logs():
     changes = {
         "original": (0, 0, 0, 0),
         "original-shuffled": (-0.4, 0, 0.5),
-        "wlb": (-1, 0.2, 1),
+        "paper": (-1, 0.2, 1),
         "delay": (0.1, 0, -0.1),
         "fixed-8": (0.9, 1.0, 1.1),
     }
@@ -45,13 +45,13 @@ def test_convergence_is_compared_by_seed(logs):
     goals = {goal["name"]: goal["holds"] for goal in convergence_report.goals(list(rows.values()))}
     narrow = "half of the 95 % interval of the difference to original, percent of the loss"
     alike = "p of the two one-sided tests within 0.5 % of original"
-    held = {"original-shuffled": False, "wlb": False, "delay": True, "fixed-8": True}
+    held = {"original-shuffled": False, "paper": False, "delay": True, "fixed-8": True}
     expected = {f"{name}: {narrow}": holds for name, holds in held.items()}
-    assert goals == expected | {f"wlb: {alike}": False, f"delay: {alike}": True}
+    assert goals == expected | {f"paper: {alike}": False, f"delay: {alike}": True}
     page = convergence_report.page({"settings": settings(logs), "rows": list(rows.values())})
-    assert "| `wlb` | 3 |" in page and "end 0.45 % apart" in page and "so there are not enough yet" in page
-    few = [log for log in logs if log["seed"] < 3 and (log["seed"] == 1 or log["variant"] != "wlb")]
-    assert [row["variant"] for row in convergence_report.compare(few)] == [name for name in rows if name != "wlb"]
+    assert "| `paper` | 3 |" in page and "end 0.45 % apart" in page and "so there are not enough yet" in page
+    few = [log for log in logs if log["seed"] < 3 and (log["seed"] == 1 or log["variant"] != "paper")]
+    assert [row["variant"] for row in convergence_report.compare(few)] == [name for name in rows if name != "paper"]
 
 
 def settings(logs):

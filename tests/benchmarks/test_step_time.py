@@ -24,7 +24,7 @@ def test_every_row_has_a_command():
     assert len(COMMANDS) == len(ROWS) == PAGE.count("megatron-wlb analyze")
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("command", "row"),
     [*zip(COMMANDS, ROWS, strict=True)],

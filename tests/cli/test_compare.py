@@ -139,6 +139,12 @@ def test_nothing_certain_is_not_called_faster(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Within noise: RUN has ")
     compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", 1.1 * SLOW))
     assert capsys.readouterr().out.startswith("RUN is slower: 0.909 ± 0.000 times")
+    found = compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", noise))
+    for errors, said in ((1.7, "No difference is certain: RUN has "), (2.3, "RUN is faster: ")):
+        times = noise * found["ratio"] / (1 + errors * found["error"])
+        capsys.readouterr()
+        compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", times))
+        assert capsys.readouterr().out.startswith(said)
 
 
 def test_where_losses_part_is_told(tmp_path, capsys):
@@ -169,6 +175,9 @@ def test_the_first_steps_of_every_start_are_left_out(tmp_path):
     assert [row[0] for row in found["steps"][0]] == [*range(5, 31)]
     last = {n: 1 + i / 100 for i, n in enumerate(numbers) if i < 20 or i >= 24}
     assert [row[2] for row in found["steps"][0]] == pytest.approx([last[n] for n in range(5, 31)])
+    again = [entry(n) | {"loss": None if i in range(14, 20) else 2.5} for i, n in enumerate(numbers)]
+    found = compared(tmp_path, path, write(tmp_path / "again", again), "--skip", "4")
+    assert not [said for said in found["words"] if "not finite" in said]
     text = text_log(tmp_path / "b", SLOW)
     text.write_text(text.read_text() + text.read_text())
     assert [row[0] for row in compared(tmp_path, text, text)["steps"][0]] == [*range(11, 71)]

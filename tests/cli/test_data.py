@@ -26,6 +26,17 @@ def samples(*words):
     return data.samples(1234, WINDOW, SAMPLES)
 
 
+def test_weights_of_a_blend_are_shares(prefixes):
+    """Whatever they sum to, as upstream has it."""
+    shares, counts = (
+        samples("--split 1 --data-path {} {} {} {}".format(*w))
+        for w in ((0.7, prefixes[0], 0.3, prefixes[1]), (7, prefixes[0], 3, prefixes[1]))
+    )
+    assert [len(part) for part in shares.parts] == [len(part) for part in counts.parts]
+    for one, other in zip(shares.blend, counts.blend, strict=True):
+        assert one.tolist() == other.tolist()
+
+
 def test_a_blend_may_have_more_datasets_than_files_may_be_open(prefixes):
     with limited(resource.RLIMIT_NOFILE, 100):
         found = samples("--split 1 --data-path", *prefixes[:2] * 200)

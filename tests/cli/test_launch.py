@@ -359,6 +359,12 @@ def test_words_that_belong_to_no_flag_are_refused(words, stranger):
         read_command([*STARTS.split(), "--bf16=1"])
 
 
+def test_flags_of_experts_are_refused_where_there_are_some():
+    flags = f"{JOB} --moe-router-load-balancing-type quantile_balancing"
+    dense, experts = (run(f"-- {STARTS} {flags} {more}").judged for more in ("", "--num-experts 4"))
+    assert dense.refused == [] and experts.refused == ["--moe-router-load-balancing-type"]
+
+
 def test_compare_takes_no_flags_of_a_run_and_no_command(capsys):
     for words in ("run.jsonl --num-layers 2", "run.jsonl -- torchrun"):
         assert refusal(capsys, "compare", *words.split()).startswith("unrecognized arguments: ")

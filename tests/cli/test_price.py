@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.lengths import f2
+from megatron_wlb.cli.analyze.report import Others
 from megatron_wlb.cli.analyze.table import priced, verdict
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.price import Price, alone, prices
@@ -88,6 +89,9 @@ ZOO = {
     ),
 }  # fmt: skip
 """GPU, words, the verdict and the features that are priced; experts overlap on both sides."""
+WHOLE = "run_deepseek_v3_gb300.sh", "run_gb200_235b.sh"
+NOTHING = {"layouts": [], "recompute": None, "delay": None, "flags": {}}
+"""Other ways to train, which no verdict counts."""
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,10 @@ def documents(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_recipes_that_lose_something(name, documents, capsys):
+def test_recipes_that_lose_something(name, documents, capsys, monkeypatch):
+    """Other layouts and flags, which take most of the time, are tried with two of them."""
+    for way, nothing in NOTHING.items() if name not in WHOLE else ():
+        monkeypatch.setattr(Others, way, lambda self, nothing=nothing: nothing)
     gpu, words, expected, features = ZOO[name]
     before, _, command = words.partition("-- ")
     assert main(["analyze", "-q", "--steps", "1", "--gpu", gpu, "--data-path", str(documents), *before.split(), "--",
@@ -123,6 +130,16 @@ def test_prices_are_ratios_of_megatrons_own_times(data):
     assert {each.feature: (each.times, each.source) for each in said} == {
         "the dispatcher of tokens": (0.75, "simulated"), "attention in FP8": (1.25, "simulated")
     }  # fmt: skip
+
+
+def test_experts_overlap_in_megatron_where_its_schedule_can(data):
+    """On one stage, and with virtual stages; --wlb overlaps those of no hybrid model."""
+    words = f"{JOB} --data-path {data} --wlb-micro-batches {N} --num-experts 4 --hybrid-layer-pattern *E*E"
+    words += " --num-layers 4 --overlap-moe-expert-parallel-comm --num-gpus 2 --pipeline-model-parallel-size"
+    for stages, overlaps in ((1, True), (2, False)):
+        found = setup(words, stages)
+        assert not found.job.overlaps_experts
+        assert alone(found.job, found.run.arguments).overlaps_experts is overlaps
 
 
 def test_graphs_are_priced_by_their_modules_and_what_has_no_time_is_said(data):

@@ -85,7 +85,7 @@ def test_a_report(folder, data, tmp_path, capsys):
         "- Losses with --wlb and without differ by up to 1.1e-05 of their value; between turns without it, by up to "
     )
     assert f"{losses}2.0e-06." in lines
-    assert "- Every step trains what Megatron's would." in lines
+    assert "- Every step trains the same as without --wlb." in lines
     assert "- 4 x NVIDIA H100 80GB HBM3; megatron-wlb 1.2.3, torch 4.5.6." in lines
     assert lines[-1].startswith(
         f"With --wlb: {os.path.basename(sys.executable)} pretrain_gpt.py {JOB} --data-path ... --bf16"

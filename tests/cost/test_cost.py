@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import (
-    LATENT_BACKWARD,
+    UNEQUAL_BACKWARD,
     UNMASKED_QUERIES,
     attention_kernels,
     exchange_model,
@@ -18,28 +18,26 @@ from megatron_wlb.cost.attention import (
     sharding_kernel,
 )
 from megatron_wlb.cost.linear import (
-    COPY_PASSES,
-    OVERLAP_HIDES,
-    copies,
-    exposed_dispatch,
     loss,
     memory_bound,
     output_matrix,
     products,
     tiled,
     tiling,
-    token_exchange,
 )
 from megatron_wlb.documents import SEGMENT, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS, Recompute
+from megatron_wlb.layers import KINDS
+from megatron_wlb.layers.experts import COPY_PASSES, OVERLAP_HIDES, Experts
 from megatron_wlb.model import FULL, MODELS
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
 from tests.jobs import job
 from tests.reference.rounds import round_times
 
+EXPERTS = Experts()
 LLAMA2_7B = MODELS["llama2-7b"]
 V3 = replace(MODELS["deepseek-v3"], num_layers=8)
 MEASURED = Profile(
@@ -162,7 +160,7 @@ def test_sums_of_a_ring_one_by_one(model, packed):
 def test_heads_of_latents_take_longer_in_backward_than_their_mean_size():
     latents, heads = (attention_kernels(job(model=each, profile=MEASURED)) for each in (V3, LLAMA2_7B))
     sizes = [each.tile / other.tile for each, other in zip(latents, heads, strict=True)]
-    np.testing.assert_allclose(sizes, np.array([1, LATENT_BACKWARD]) * (192 + 128) / 2 / 128)
+    np.testing.assert_allclose(sizes, np.array([1, UNEQUAL_BACKWARD]) * (192 + 128) / 2 / 128)
 
 
 def test_all_rows_are_gathered_before_attention_if_asked():
@@ -187,18 +185,18 @@ def test_rows_travel_to_their_experts_and_back_by_hand(tp, etp):
     expected = 2 * (latency + sent * byte * 7 / 8)
     for name in ("all_gather", "reduce_scatter"):
         expected = expected + NETWORK.collective(name, sent * etp, Group(size=etp, stride=1))
-    assert exposed_dispatch(given, tokens, 0) == pytest.approx(expected)
-    assert not exposed_dispatch(job(model=LLAMA2_7B, profile=MEASURED), tokens, 0).any()
+    assert EXPERTS.exposed(given, tokens, 0) == pytest.approx(expected)
+    assert not any(np.any(each.travel(given, tokens)) for each in KINDS if not each.pooled)
 
 
 def test_what_passes_that_run_by_turns_hide_of_the_exchange_of_experts():
     """At most what the other pass computes."""
     given = job(model=replace(LLAMA2_7B, moe_router_topk=2), dp=8, ep=8, num_micro_batches=8, profile=MEASURED)
     tokens, overlapped = np.array([4096.0, 8192.0]), replace(given, overlaps_experts=True)
-    moved, every = token_exchange(given, tokens), exposed_dispatch(given, tokens, 1e9)
+    moved, every = EXPERTS.travel(given, tokens), EXPERTS.exposed(given, tokens, 1e9)
     assert (moved == every).all() and moved[0] > 0
-    assert exposed_dispatch(overlapped, tokens, 1e9) == pytest.approx((1 - OVERLAP_HIDES) * moved)
-    assert exposed_dispatch(overlapped, tokens, moved[0]) == pytest.approx(moved - OVERLAP_HIDES * moved[0])
+    assert EXPERTS.exposed(overlapped, tokens, 1e9) == pytest.approx((1 - OVERLAP_HIDES) * moved)
+    assert EXPERTS.exposed(overlapped, tokens, moved[0]) == pytest.approx(moved - OVERLAP_HIDES * moved[0])
 
 
 def test_copies_of_rows_are_read_and_written_by_hand():
@@ -210,10 +208,10 @@ def test_copies_of_rows_are_read_and_written_by_hand():
             2 * (2 * (1 + 2) * 4096 + passes * share * 2 * (4096 + 1024)) * tokens / 2 / 2700e3
             for share in (1 / 3, 2 / 3)
         )
-        found = copies(replace(given, fused_experts=fused), tokens)
+        found = EXPERTS.copies(replace(given, fused_experts=fused), tokens)
         np.testing.assert_allclose(found, (forward, backward))
     assert COPY_PASSES[True] < COPY_PASSES[False]
-    assert not np.any(copies(job(model=LLAMA2_7B, profile=MEASURED), tokens))
+    assert not any(np.any(each.dispatched(given, tokens, (0, 0))) for each in KINDS if not each.pooled)
 
 
 def test_work_is_exact_and_at_the_crossover_attention_costs_as_much_as_the_rest():
@@ -293,6 +291,9 @@ def test_the_exchange_of_latents_by_hand():
     assert found.arrive == pytest.approx(moved + time("all_gather", 576) + time("all_gather", 512) + expands)
     backward = moved + 2 * expands + time("reduce_scatter", 512) + time("all_gather", 512) + time("all_reduce", 64)
     assert found.leave == pytest.approx(backward + expands + time("all_gather", 512)) and found.prefetch == 0
+    # Latents arrive once, and are kept; keys and values arrive again in backward.
+    arrive, leave = found.times(np.array(given.context_length))
+    assert sharding_kernel(given).exchange == pytest.approx(float(arrive + leave) / given.context_length)
 
 
 def test_tiles_by_hand():
@@ -315,7 +316,7 @@ def test_dispatchers_of_tokens_to_experts():
     tokens = np.array([4096.0])
 
     def time(moe_dispatcher, ep):
-        return float(exposed_dispatch(job(dp=ep, ep=ep, moe_dispatcher=moe_dispatcher, **sizes), tokens, 0)[0])
+        return float(EXPERTS.exposed(job(dp=ep, ep=ep, moe_dispatcher=moe_dispatcher, **sizes), tokens, 0)[0])
 
     for ep in (4, 8, 64):
         assert time("flex", ep) < time("alltoall", ep)

@@ -5,14 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.host import EXPERT_US, LAUNCHES_US, launches, waiting
+from megatron_wlb.cost.host import launches, waiting
 from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.layers import KINDS
+from megatron_wlb.layers.experts import EXPERT_US
 from megatron_wlb.model import FULL, MODELS
 from megatron_wlb.simulate.passes import crossover, pass_times
 from megatron_wlb.simulate.step import breakdown, simulate_step
 from tests.jobs import job
 from tests.simulate.shards import shards_of
 
+LAUNCHES_US = {module: us for kind in KINDS for module, us in kind.modules.items()}
 QWEN, DENSE = MODELS["qwen3-30b-a3b"], MODELS["llama3-8b"]
 
 

@@ -2,13 +2,16 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.step_time import CASES, LAYOUTS, REMEMBERED, job_of
+from megatron_wlb.describe import make
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import default_max_tokens
-from megatron_wlb.job import Recompute
+from megatron_wlb.job import Parallel, Recompute
+from megatron_wlb.model import MODELS
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
 
@@ -78,3 +81,12 @@ def test_what_fits_nowhere_says_with_what_it_would():
     job_of(case, budget_bytes=budget * 2**30, recompute=WAYS[2])
     with pytest.raises(ValueError, match="do not fit either"):
         job_of(case, budget_bytes=0.85 * budget * 2**30, recompute=WAYS[2])
+
+
+@pytest.mark.parametrize(("time", "chosen"), [(0.995, "shared"), (0.985, "latents")])
+def test_latents_travel_where_they_gain_a_percent(time, chosen, monkeypatch):
+    times = {"latents": time, "shared": 1.0}
+    monkeypatch.setattr(make, "shard", lambda lengths, job: SimpleNamespace(time=times[job.cp_exchange]))
+    monkeypatch.setattr(make, "expansion", lambda job: (0.0, 0.0))
+    sizes = {"context_length": 1 << 15, "global_batch_size": 8, "parallel": Parallel(tp=8, cp=8)}
+    assert make.make_job(model=MODELS["deepseek-v3"], default_profile="h100-fa2", **sizes).cp_exchange == chosen

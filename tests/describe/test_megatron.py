@@ -221,7 +221,7 @@ def test_what_the_caller_knows_takes_precedence():
 
 def test_experts_overlap_by_the_flag_but_in_hybrid_models():
     stated = JOB | {"overlap_moe_expert_parallel_comm": True}
-    assert job_of(stated).schedule().overlaps_experts
+    assert job_of(stated).schedule().by_turns
     assert not job_of(JOB).overlaps_experts
     assert not job_of(stated | {"hybrid_layer_pattern": "*" * 12}).overlaps_experts
 

@@ -34,6 +34,18 @@ def test_between_nodes_ranks_of_a_node_share_their_links():
     assert [whole_nodes, two_per_node, one_per_node] == pytest.approx([size * e / 1e3 for e in expected], rel=0.01)
 
 
+def test_times_beyond_bytes_by_hand():
+    """A collective's latency has a hop for every node but one, and a message to a neighbour has one."""
+    latency = NETWORK.all_gather.latency_us[-1]
+    for size, hops in ((8, 0), (16, 1), (32, 3)):
+        assert NETWORK.collective("all_gather", 0.0, Group(size=size, stride=1)) == latency + hops * NETWORK.hop_us
+    inside, between = NETWORK.all_gather.gb_per_s[0], NETWORK.link_gb_per_s
+    # Ranks of 2 x 4 and 4 x 2 GPUs are in one node of 8; of 4 x 4, and 2 x 8, some neighbours are not.
+    for size, stride, rate in ((2, 4, inside), (4, 2, inside), (4, 4, between), (2, 8, between)):
+        time = NETWORK.point_to_point(np.array(1e6), Group(size=size, stride=stride))
+        assert time == pytest.approx(NETWORK.hop_us + 1e3 / rate)
+
+
 @pytest.mark.parametrize("parts", [(1, 1), (1, 2), (2, 4), (2, 8), (4, 8)])
 def test_copies_of_a_row_for_one_node_cross_once(parts):
     """Against copies drawn one by one: to 4 of 16 ranks of parts that were drawn before, on 2 nodes of 8."""

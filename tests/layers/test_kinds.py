@@ -1,8 +1,10 @@
 """A kind of layers that nobody else knows: its file, its letter and its field are enough to plan with it."""
 
 import ast
+import re
 from dataclasses import make_dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from megatron_wlb import layers
 from megatron_wlb.cost.host import launches
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.shape import model_of
+from megatron_wlb.layers.delta_net import gated_delta_net
 from megatron_wlb.layers.linear import LinearLayer
+from megatron_wlb.layers.mamba import mamba
 from megatron_wlb.layers.part import layer_input_bytes
 from megatron_wlb.model import MIXERS, Mixer, ModelShape
 from megatron_wlb.simulate.memory import layer_bytes
@@ -28,7 +32,7 @@ RETENTION = Mixer(projected=8192, inner=4096, scan=1 << 20, kept=12288)
 class Retention(LinearLayer):
     letters = "R"
     title = "retention"
-    modules = ("attn",)
+    modules: ClassVar = {"attn": 850.0}
     variants = ("retention",)
 
     def sizes(self, a, sizes):
@@ -66,18 +70,55 @@ def test_a_made_up_kind_is_planned_by_its_file_alone():
     np.testing.assert_array_equal(pass_times(alone, shards_of(alone, [[1 << 17]])).forward, linear.forward)
 
 
+def files_that_name(pattern):
+    """Files of the package in whose code a name matches; strings and comments do not count."""
+
+    def names(path):
+        for each in ast.walk(ast.parse(path.read_text())):
+            words = [getattr(each, field, None) for field in ("id", "attr", "name", "module", "arg")]
+            yield from (word for word in words if isinstance(word, str))
+
+    return {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(map(re.compile(pattern).search, names(path)))
+    }
+
+
+def test_sizes_of_mixers_by_hand():
+    """Mamba: z and x, B and C of 2 groups, and a step for each of 8 heads of 64, whose state has 16 values a channel.
+
+    A delta net: 4 heads of Q and K of 32, 8 of V and a gate of 48, of which each has a decay and a rate.
+    """
+    found = mamba(heads=8, head_dim=64, groups=2, state_dim=16)
+    assert (found.projected, found.inner, found.scan) == (2 * 512 + 2 * 2 * 16 + 8, 512, 2 * 512 * 16)
+    assert found.kept == found.projected + 2 * 512
+    net = gated_delta_net(key_heads=4, value_heads=8, key_dim=32, value_dim=48)
+    assert (net.projected, net.inner, net.scan) == (2 * 128 + 2 * 384 + 2 * 8, 384, 3 * 8 * 32 * 48)
+    assert net.kept == net.projected + 2 * 128 + 2 * 8 * 32 + 64 * 8 + 7 * 384
+    alike = gated_delta_net(key_heads=8, value_heads=8, key_dim=32, value_dim=48)
+    assert alike.kept == alike.projected + 2 * 256 + 64 * 8 + 7 * 384  # nothing is repeated
+
+
 @pytest.mark.parametrize("kind", ["mamba", "delta_net"])
 def test_few_files_name_a_kind(kind):
     """Those that a new one adds or changes: its two files, their list, its letter and field, and its arguments."""
-    names = {kind, kind.upper(), kind.title().replace("_", "")}
-
-    def named(path):
-        for each in ast.walk(ast.parse(path.read_text())):
-            words = [getattr(each, field, None) for field in ("id", "attr", "name", "module", "arg")]
-            if any(name in word for word in words if isinstance(word, str) for name in names):
-                return True
-        return False
-
-    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if named(path)} - {STAND_IN}
+    found = files_that_name("|".join((kind, kind.upper(), kind.title().replace("_", "")))) - {STAND_IN}
     files = {f"layers/{kind}.py", f"adapter/layers/{kind}.py", "layers/__init__.py", "model.py"}
     assert found | {"describe/arguments.py"} == files | {"describe/arguments.py"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "home"),
+    [
+        ("(?i)latent|kv_lora", "latent"),
+        ("(?i)mtp", "mtp"),
+        ("(?i)windowed|window_size|window_of", "attention"),
+        ("num_experts|moe_router_topk|EXPERTS", "experts"),
+    ],
+)
+def test_at_most_ten_files_name_a_feature_of_layers(pattern, home):
+    """Others ask all parts of a layer, or all kinds in training, for their facts."""
+    found = files_that_name(pattern)
+    assert f"adapter/layers/{home}.py" in found or f"layers/{home}.py" in found
+    assert len(found) <= 10, sorted(found)

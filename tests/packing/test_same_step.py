@@ -11,6 +11,7 @@ from benchmarks.lengths import f2
 from megatron_wlb import MODELS, Samples, _native, windows
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.packing import place
 from megatron_wlb.packing.adaptive import arranged
 from megatron_wlb.packing.place import placed, sizes
 from megatron_wlb.pipeline.timeline import cost_weights
@@ -61,17 +62,32 @@ def test_all_documents_are_placed(lengths, layout, rounds, max_tokens):
 
 
 @pytest.mark.parametrize(
-    ("count", "max_tokens", "layout", "each"),
-    [(4, 64, {}, 1), (2, 128, {}, 2), (1, 256, {}, 4), (3, 128, {}, 0), (4, 128, {"pp": 2}, 0), (4, 128, {"dp": 2}, 0)],
+    ("count", "max_tokens", "layout", "whole"),
+    [
+        *((4, 64, {}, True), (2, 128, {}, True), (1, 256, {}, True), (3, 128, {}, False)),
+        *((4, 128, {"pp": 2}, False), (4, 128, {"dp": 2}, False)),
+    ],
 )
-def test_where_nobody_waits_micro_batches_are_megatrons_samples(count, max_tokens, layout, each):
+def test_where_nobody_waits_micro_batches_are_megatrons_samples(count, max_tokens, layout, whole):
     """Equally many in each, in order. Work decides where ranks or stages wait for it."""
     rows = documents([40, 24, 1, 63, 64, 20, 44])
     rows["index"] = [0, 40, 64, 65, 128, 192, 212]
     given = job(num_micro_batches=count, global_batch_size=4, max_tokens=max_tokens, **layout)
     batch = arranged(rows, given)
     kept = [set((batch.micro_batch(i)["index"] // 64).tolist()) for i in range(len(batch))]
-    assert (kept == [set(range(each * i, each * (i + 1))) for i in range(count)]) == (each > 0)
+    each = 4 // count
+    assert (kept == [set(range(each * i, each * (i + 1))) for i in range(count)]) == whole
+    assert batch.ranks.shape == (given.parallel.dp, count // given.parallel.dp)
+
+
+def test_empty_micro_batches_take_the_shortest_documents_of_the_fullest():
+    """Of those with as many, the first, and never the only document."""
+    lengths, bounds = np.array([9, 1, 5, 7, 2]), np.array([0, 3, 3, 5, 5])
+    rows, filled = place._filled(np.arange(5), bounds, lengths)
+    parts = [part.tolist() for part in np.split(rows, filled[1:-1])]
+    assert [lengths[part].tolist() for part in parts] == [[9], [1], [7, 2], [5]]
+    rows, filled = place._filled(np.arange(2), np.array([0, 2, 2, 2]), lengths)
+    assert rows.tolist() == [0, 1] and filled.tolist() == [0, 1, 2, 2]
 
 
 @given(

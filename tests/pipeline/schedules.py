@@ -14,7 +14,7 @@ def schedules(draw) -> Schedule:
     chunks = draw(st.integers(1, 3)) if stages > 1 else 1
     if chunks == 1:
         overlaps = stages == 1 and draw(st.booleans())
-        return Schedule(num_stages=stages, micro_batches_per_rank=draw(st.integers(1, 12)), overlaps_experts=overlaps)
+        return Schedule(num_stages=stages, micro_batches_per_rank=draw(st.integers(1, 12)), by_turns=overlaps)
     group = draw(st.integers(stages, stages + 3))
     rest = draw(st.one_of(st.just(0), st.integers(stages, group - 1) if group > stages else st.just(0)))
     return Schedule(
@@ -23,7 +23,7 @@ def schedules(draw) -> Schedule:
         micro_batches_per_rank=draw(st.integers(1, 3)) * group + rest,
         group_size=group,
         overlap_transfers=draw(st.booleans()),
-        overlaps_experts=draw(st.booleans()),
+        by_turns=draw(st.booleans()),
     )
 
 

@@ -16,7 +16,20 @@ def test_a_schedule_prints_a_stage_a_line():
         "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
     )
     assert str(Schedule(num_stages=2, num_chunks=2, micro_batches_per_rank=4, group_size=2)) == "\n".join(interleaved)
-    assert str(Schedule(num_stages=1, micro_batches_per_rank=3, overlaps_experts=True)) == "F0 F1 B0 F2 B1 B2"
+    assert str(Schedule(num_stages=1, micro_batches_per_rank=3, by_turns=True)) == "F0 F1 B0 F2 B1 B2"
+
+
+def test_a_stage_receives_what_its_neighbours_send():
+    """The first stage gets no input of the first chunk, nor the last one a gradient of the last chunk."""
+    every, ends = [0, 1, 0, 1, 2, 3, 2, 3], [0, 1, 2, 3]
+    interleaved = Schedule(num_stages=3, num_chunks=2, micro_batches_per_rank=4, group_size=4)
+    assert [interleaved.receive_order(stage) for stage in (0, 1, 2)] == [
+        ([0, 1, 2, 3], [0, 1, 2, 3] * 2), ([0, 1, 2, 3] * 2,) * 2, ([0, 1, 2, 3] * 2, [0, 1, 2, 3])
+    ]  # fmt: skip
+    grouped = Schedule(num_stages=2, num_chunks=2, micro_batches_per_rank=4, group_size=2)
+    assert [grouped.receive_order(stage) for stage in (0, 1)] == [(ends, every), (every, ends)]
+    plain = Schedule(num_stages=2, micro_batches_per_rank=3)
+    assert [plain.receive_order(stage) for stage in (0, 1)] == [([], [0, 1, 2]), ([0, 1, 2], [])]
 
 
 def test_refuses_what_upstream_refuses():
@@ -25,7 +38,7 @@ def test_refuses_what_upstream_refuses():
     with pytest.raises(ValueError, match="2 model chunks need at least 2 pipeline stages"):
         Schedule(num_stages=1, num_chunks=2, micro_batches_per_rank=4)
     with pytest.raises(ValueError, match="2 stages without virtual ones .* leave --overlap-moe-expert-parallel-comm"):
-        Schedule(num_stages=2, micro_batches_per_rank=4, overlaps_experts=True)
+        Schedule(num_stages=2, micro_batches_per_rank=4, by_turns=True)
     with pytest.raises(ValueError, match="give groups of at least 4"):
         Schedule(num_stages=4, num_chunks=2, micro_batches_per_rank=8, group_size=3)
     with pytest.raises(ValueError, match="3 micro-batches of .* over 4 pipeline stages in groups of 4; give 4$"):
@@ -78,7 +91,7 @@ def test_what_passes_in_flight_weigh(sizes, overlaps):
     if overlaps and chunks == 1 < stages:
         pytest.skip("not in plain pipelines")
     schedule = Schedule(
-        num_stages=stages, num_chunks=chunks, micro_batches_per_rank=count, group_size=group, overlaps_experts=overlaps
+        num_stages=stages, num_chunks=chunks, micro_batches_per_rank=count, group_size=group, by_turns=overlaps
     )
     for weights in (np.ones(chunks), np.arange(1.0, chunks + 1), np.eye(chunks)[-1]):
         for stage in range(stages):

@@ -162,3 +162,19 @@ def test_sequences_that_do_not_fit_take_few_attempts(monkeypatch):
         tried.clear()
         plan = balance(lengths, job(dp=2, context_length=64))
         assert len(tried) < 120 and all(len(each.documents) for each in plan.micro_batches)
+    assert len(tried) <= len(closed.TIMES_THE_FEWEST)  # none of 64 tokens shares a micro-batch of 80
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(0.002, 0), (0.02, -1)])
+def test_the_fewest_micro_batches_are_taken_that_are_about_as_fast(gain, chosen, monkeypatch):
+    tried, best_with = [], closed._best_with
+
+    def timed(documents, job, count, equal):
+        """Every number takes less time than the one before."""
+        tried.append(count)
+        return best_with(documents, job, count, equal)._replace(time=int(1e15 * (1 - gain * len(tried))))
+
+    monkeypatch.setattr(closed, "_best_with", timed)
+    closed._packed.cache_clear()
+    plan = balance([20, 30, 40] * 16, job(dp=2, pp=2, context_length=64, max_tokens=128))
+    assert len(tried) == len(closed.TIMES_THE_FEWEST) and len(plan.batch) == tried[chosen]

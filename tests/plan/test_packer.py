@@ -128,8 +128,26 @@ class Slow(Packing, Policy):
         return self
 
     def pack(self, step, draw):
-        rows = draw.own(C if step < 3 else None)
+        rows = draw.own(C - 1 if step < 3 else None)
         return PackedBatch(documents=rows, bounds=np.array([0, len(rows)]))
+
+
+class Reluctant(Slow):
+    """Takes one sample at a time, and none of the first that it sees in a step."""
+
+    name = "reluctant"
+
+    def pack(self, step, draw):
+        taken = len(draw.rows) > 0
+        rows = draw.own(C)
+        return PackedBatch(documents=rows[: taken * len(rows)], bounds=np.array([0, taken * len(rows)]))
+
+
+def test_samples_that_fell_behind_arrive_in_the_step_that_draws_them():
+    """A step whose documents would all wait draws those of the next one as well."""
+    for step in itertools.islice(steps_of(packer_of(Reluctant())), 4):
+        assert len(np.unique(step.drawn["index"] // C)) == 2
+        assert step.drawn["arrival"].min() >= step.step
 
 
 def test_samples_that_waited_are_not_owed():

@@ -19,9 +19,9 @@ from megatron_wlb.packing.adaptive import AdaptivePacking, arranged
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.metrics import delays
 from megatron_wlb.plan.packer import PackedStep
-from megatron_wlb.plan.step import PLAN_AHEAD, plan_packed, shard_step, step_cost
+from megatron_wlb.plan.step import PLAN_AHEAD, packing_gain, plan_packed, shard_step, step_cost
 from megatron_wlb.sharding import select
-from tests.jobs import MODEL, job, packer
+from tests.jobs import MODEL, job, packer, samples
 from tests.packing.steps import documents
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
@@ -56,7 +56,7 @@ def test_a_plan_is_packed_placed_and_sharded(packing, experts):
         assert sorted(i for m in chain(*of_ranks) for i in m["index"]) == sorted(batch.documents["index"])
         work = np.array([[document_work(m["length"], 32).sum() for m in rank] for rank in of_ranks])
         tokens = np.array([[m["length"].sum() for m in rank] for rank in of_ranks])
-        critical = placement.critical_work(work, tokens * described.expert_crossover_tokens, described)
+        critical = placement.critical_work(work, tokens * described.pooled_crossover_tokens, described)
         assert all(placement.order(each, described).tolist() == [0, 1, 2, 3] for each in critical), (
             "the best comes first"
         )
@@ -76,6 +76,38 @@ def test_a_step_may_have_another_number_of_micro_batches():
         assert [len(plan.micro_batches) for plan in plans] == [len(packed.batch) // 2] * 2 == [count // 2] * 2
         assert sum(m.tokens for plan in plans for m in plan.micro_batches) == packed.batch.documents["length"].sum()
         assert step_cost(packed.batch, described) > 0
+
+
+def test_the_gain_of_packing_by_hand():
+    """Windows of two documents and of 64 by turns: in Megatron's order, one rank has all of the long ones."""
+    long, short = [32] * 2, [1] * 64
+    work = [64 * (32 + 32), 64 * (1 + 32)]
+    own = samples([*long, *short, *long, *short, 1], seed=None).pieces(0, 4)
+    for layout, theirs, ours in (
+        ({"dp": 2}, 2 * work[0], sum(work)),
+        ({"pp": 2}, 2 * sum(work) + work[0], 2 * sum(work) + sum(work) / 2),
+        ({}, 1, 1),
+        ({"cp": 2}, 1, 1),
+    ):
+        described = job(**layout, packing=AdaptivePacking(), max_tokens=128)
+        gain = packing_gain(arranged(own, described), own, described)
+        assert gain == pytest.approx(theirs / ours, rel=2e-2), layout
+    assert packing_gain(arranged(own, described), own[:0], described) is None
+    deep = job(pp=4, vpp=2, packing=AdaptivePacking(), num_micro_batches=8, global_batch_size=2, max_tokens=128)
+    assert packing_gain(arranged(own[:66], deep), own[:66], deep) is None  # of 2 windows in 4 stages
+
+
+@pytest.mark.parametrize("layout", [{"dp": 4}, {"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2}, {"ep": 2, "dp": 2}], ids=str)
+def test_packing_gains_nothing_over_itself_and_where_documents_are_alike(layout):
+    model = replace(MODEL, moe_router_topk=2) if "ep" in layout else MODEL
+    same = job(**layout, model=model, packing=POLICIES["megatron"](), num_micro_batches=8, overlap_transfers=False)
+    ours, given = replace(same, packing=AdaptivePacking()), packer_of(same)
+    for _ in range(6):
+        packed = given.next()
+        assert packing_gain(packed.batch, packed.drawn, same) == 1
+        assert packing_gain(arranged(packed.drawn, replace(ours, max_tokens=256)), packed.drawn, ours) > 0.99
+    alike = samples([16] * 33, seed=None).pieces(0, 8)
+    assert packing_gain(arranged(alike, ours), alike, ours) == 1
 
 
 def test_a_plan_and_its_shards_print():

@@ -111,6 +111,13 @@ def test_an_event_orders_streams():
     assert len(match([waits, behind], False)) == 2
 
 
+def test_a_host_that_waits_for_its_device_calls_nothing_more():
+    gathers = [run(1, call(0, Kind.ALL_GATHER)), run(2, call(0, Kind.ALL_GATHER, OTHER))]
+    other = [run(1, call(1, Kind.ALL_GATHER, OTHER)), run(1, call(1, Kind.ALL_GATHER))]
+    assert match([gathers, other], False) == []
+    assert len(match([[gathers[0], (Kind.SYNC_DEVICE, 0, 0, []), gathers[1]], other], False)) == 2
+
+
 def test_ranks_that_did_not_run_call_what_others_call():
     four = ("2//cuda//0", (0, 1, 2, 3))
     moves = [run(1, call(rank, Kind.SEND, four, peer=rank + 2)) for rank in (0, 1)]

@@ -110,6 +110,7 @@ def test_the_exchange_brings_every_key_and_takes_every_gradient_home(plan, windo
         held = [np.concatenate(plan.calls(rank, number)) for rank in range(cp)]
         local = [rows(lengths, Shard(calls=(each,))) for each in held]
         assert {bool(m.sent) for m in moved} == {number is not Keys.WHOLE}
+        assert any(map(len, held)), "a round of no document"
         sent = [
             np.split(r[m.sent_rows], np.cumsum(m.sent)[:-1]) if m.sent else [r[:0]] * cp
             for r, m in zip(local, moved, strict=True)

@@ -16,6 +16,7 @@ from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import (
     attention_backward_bytes,
     gpu_weights,
+    held_bytes,
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
@@ -309,3 +310,13 @@ def test_the_peak_of_a_step_is_of_its_own_micro_batches():
         step_peak_bytes(replace(recomputed, overlap_transfers=sends), 3, even, alone) for sends in (True, False)
     )
     assert late - at_once == 4 * 1000 * layer_input_bytes(given)
+
+
+def test_tied_embeddings_are_one_matrix_on_one_stage():
+    """Divided by tensor parallelism, with a weight, its gradient, and a share of its optimizer."""
+    for tp, pp, dp in ((1, 1, 1), (4, 1, 2), (4, 2, 2)):
+        given = job(model=replace(MODELS["llama2-7b"], num_layers=4), tp=tp, pp=pp, dp=dp)
+        for divided in (True, False):
+            apart, tied = (held_bytes(given, divided=divided, tied=each) for each in (False, True))
+            matrix = given.model.vocabulary_weights / tp * (6 + 12 / (dp if divided else 1))
+            assert (apart - tied).tolist() == pytest.approx([matrix] if pp == 1 else [0, 0])

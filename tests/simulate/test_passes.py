@@ -7,9 +7,6 @@ import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model, ring_counts, ring_sums
 from megatron_wlb.cost.linear import (
-    OVERLAP_HIDES,
-    copies,
-    exposed_dispatch,
     loss,
     memory_bound,
     output_matrix,
@@ -20,6 +17,7 @@ from megatron_wlb.documents import Keys, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
+from megatron_wlb.layers.experts import OVERLAP_HIDES, Experts
 from megatron_wlb.layers.mamba import mamba
 from megatron_wlb.model import MODELS
 from megatron_wlb.sharding.routing import moved_rows
@@ -28,6 +26,7 @@ from megatron_wlb.simulate.passes import crossover, pass_times, synchronised
 from tests.reference.sharding import rank_work
 from tests.simulate.shards import FREE, SMALL, TOGETHER, job, shards_of
 
+EXPERTS = Experts()
 NETWORK = load_profile("h100-fa2").network
 HALF_WAVE = 132 * 128 * 128 / 2
 
@@ -47,7 +46,7 @@ def test_a_layer_is_products_traffic_and_attention():
     ]
     assert times.forward[0, 0] == pytest.approx(product.forward + traffic[0] + attention[0])
     assert times.backward[0, 0] == pytest.approx(product.inputs + product.weights + traffic[1] + attention[1])
-    assert times.layers[0].exchange == times.layers[0].tensor == times.layers[0].experts == 0
+    assert times.layers[0].exchange == times.layers[0].tensor == times.layers[0].pooled == 0
 
 
 def test_attention_is_that_of_the_slowest_context_parallel_rank():
@@ -110,12 +109,12 @@ def test_experts_and_tiles_are_a_part_of_a_layer():
     """Both directions: the exchange of tokens, and what tiles add, beside products and traffic."""
     given, tokens = job(model=MOE, tp=2, dp=4, ep=4, tp_tile_rows=4096), np.array([5000.0])
     found, tiles = layer_times(given, shards_of(given, [[5000]])), tiling(given, "*", tokens)
-    exchanged = [exposed_dispatch(given, tokens, 0) + copied for copied in copies(given, tokens)]
+    exchanged = [EXPERTS.exposed(given, tokens, 0) + copied for copied in EXPERTS.copies(given, tokens)]
     traffic, product = memory_bound(given, "*", tokens), products(given, given.model.matrices, tokens)
     experts = products(given, [m for m in given.model.matrices if m.part == "experts"], tokens)
     for i, (every, of_experts) in enumerate(((product.forward, experts.forward), (product.backward, experts.backward))):
         assert found[i].linear == pytest.approx(every + traffic[i] + exchanged[i] + tiles[i])
-        assert found[i].experts == pytest.approx(of_experts + exchanged[i])
+        assert found[i].pooled == pytest.approx(of_experts + exchanged[i])
     assert 0 < exchanged[0] < exchanged[1] and min(tiles) > 0
 
 
@@ -127,14 +126,14 @@ def test_experts_overlap_with_what_the_other_pass_computes():
         layer_times(each, shards_of(each, [[5000], [2000]])) for each in (given, replace(given, overlaps_experts=True))
     )
     tokens = np.array([5000.0, 2000.0])
-    dispatched = exposed_dispatch(given, tokens, 0)
+    dispatched = EXPERTS.exposed(given, tokens, 0)
     for own, other in ((0, 1), (1, 0)):
-        rows = dispatched + copies(given, tokens)[other]
+        rows = dispatched + EXPERTS.copies(given, tokens)[other]
         beside = float(np.mean(found[other].linear - rows + found[other].slowest))
-        less = dispatched - exposed_dispatch(replace(given, overlaps_experts=True), tokens, beside)
+        less = dispatched - EXPERTS.exposed(replace(given, overlaps_experts=True), tokens, beside)
         assert less[0] == pytest.approx(OVERLAP_HIDES * beside)
         assert hidden[own].total == pytest.approx(found[own].total - less)
-        assert hidden[own].experts == pytest.approx(found[own].experts - less)
+        assert hidden[own].pooled == pytest.approx(found[own].pooled - less)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), FULL])
@@ -146,17 +145,17 @@ def test_ranks_that_divide_experts_wait_in_every_layer(recompute):
     shared = synchronised(given, alone)
     for i, direction in enumerate(("forward", "backward")):
         layers = [times.layers[i] for times in alone[:2]]
-        rest = [layer.total - layer.experts for layer in layers]
-        per_layer = np.maximum(*rest) + (layers[0].experts + layers[1].experts) / 2
+        rest = [layer.total - layer.pooled for layer in layers]
+        per_layer = np.maximum(*rest) + (layers[0].pooled + layers[1].pooled) / 2
         assert rest[0].argmax() != rest[1].argmax()
         for rank in range(2):
             np.testing.assert_allclose(getattr(shared[rank], direction), np.tile(2 * per_layer, (2, 1, 1)))
             waits = 2 * (np.maximum(*rest) - rest[rank])
-            np.testing.assert_allclose(shared[rank].expert_wait[i], np.tile(waits, (2, 1, 1)))
+            np.testing.assert_allclose(shared[rank].pool_wait[i], np.tile(waits, (2, 1, 1)))
         for rank in (2, 3):
             np.testing.assert_allclose(getattr(shared[rank], direction), getattr(alone[rank], direction))
     assert (shared[0].transfer == np.maximum(alone[0].transfer, alone[1].transfer)).all()
-    assert (shared[2].expert_wait == 0).all()
+    assert (shared[2].pool_wait == 0).all()
 
 
 def test_rounds_and_rings_hide_the_exchange():
@@ -363,3 +362,13 @@ def test_models_have_the_parameters_of_their_name():
     assert held["qwen3-30b-a3b"] == pytest.approx(30.5e9, rel=0.02)
     assert held["qwen3-235b-a22b"] == pytest.approx(235e9, rel=0.02)
     assert held["llama2-7b"] == billions["llama2-7b"] * 1e9
+
+
+@pytest.mark.parametrize(("exchange", "times"), [("latents", 0), ("all", 1)])
+def test_recomputed_attention_exchanges_again_unless_latents_are_kept(exchange, times):
+    sizes = {"model": replace(MODELS["deepseek-v3"], num_layers=8), "tp": 8, "cp": 8, "cp_exchange": exchange}
+    kept = job(**sizes, cp_sharding="per-document")
+    again = replace(kept, recompute=Recompute(granularity="selective", modules=("core_attn",)))
+    (forward, backward), (_, more) = (pass_times(of, shards_of(of, [[1 << 17]])).layers for of in (kept, again))
+    assert forward.exchange > 0
+    assert more.exchange == pytest.approx(backward.exchange + times * forward.exchange)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.linear import products, token_exchange
+from megatron_wlb.cost.linear import products
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Recompute
+from megatron_wlb.layers import part_of
 from megatron_wlb.model import MODELS, Matrix
 from megatron_wlb.simulate.memory import layer_bytes, token_bytes
 from megatron_wlb.simulate.passes import crossover, pass_times
@@ -30,18 +31,18 @@ def traffic(given, values, kernels):
 
 
 def added(given, *modules):
-    """What recomputing modules adds to forward and backward of the layers, and the experts' part, us a layer."""
+    """What recomputing modules adds to forward and backward of the layers, and its pooled part, us a layer."""
     plain, again = (
         pass_times(each, shards_of(each, [[4096 * each.parallel.cp]]))
         for each in (given, replace(given, recompute=selective(*modules)))
     )
     np.testing.assert_array_equal(plain.forward, again.forward)
-    (total, experts) = (
-        float(getattr(again.layers[1], name)[0] - getattr(plain.layers[1], name)[0]) for name in ("total", "experts")
+    (total, pooled) = (
+        float(getattr(again.layers[1], name)[0] - getattr(plain.layers[1], name)[0]) for name in ("total", "pooled")
     )
     whole = float((again.backward - plain.backward).sum())
     assert whole == pytest.approx(total * given.model.num_layers)
-    return total, experts
+    return total, pooled
 
 
 def test_an_mlp_runs_again_with_its_norm_and_what_ranks_exchange():
@@ -71,7 +72,7 @@ def test_core_attention_runs_again_with_the_exchange():
 def test_experts_run_again_as_a_whole_or_in_parts():
     given = job(model=EXPERTS, tp=2, dp=4, ep=4)
     into, out = Matrix("experts", 2 * 8 * 768, 2048, "outputs", 8), Matrix("experts", 2048, 8 * 768, "inputs", 8)
-    of_experts = products(given, [into, out], ROWS).forward[0] + token_exchange(given, ROWS)[0]
+    of_experts = products(given, [into, out], ROWS).forward[0] + part_of(given.model, "E").travel(given, ROWS)[0]
     activation, norm = traffic(given, 3 * 8 * 768, 1), traffic(given, 2 * 2048, 1)
     assert added(given, "moe") == (pytest.approx(of_experts + activation), pytest.approx(of_experts))
     assert added(given, "moe_act") == (pytest.approx(activation), 0)

@@ -41,7 +41,7 @@ def test_imbalances_by_hand():
     layers = (
         LayerTimes(
             linear=none + linear,
-            experts=none,
+            pooled=none,
             tensor=none,
             attention=np.array(attention),
             slowest=np.array(attention).max(axis=1),

@@ -66,6 +66,7 @@ def losses(log):
     return dict(re.findall(r"wlb step +(\d+) \| loss ([\d.]+)", log.read_text() if log.exists() else ""))
 
 
+@pytest.mark.ci
 def test_a_signalled_job_is_requeued_and_resumes(cluster, tmp_path):
     data = str(write_dataset(tmp_path / "data", seed=0, documents=400))
     whole, whole_log = submit(cluster, data, tmp_path / "whole")
@@ -103,6 +104,7 @@ wait "$!"
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("moment", "receivers", "saved"),
     [("training", "--batch", 2), ("training", "--full", 2), ("imports", "--batch", 0), ("rendezvous", "--batch", 0)],
@@ -164,6 +166,7 @@ def trial(cluster, folder):
     return [sys.executable, "-m", "megatron_wlb", *words], environment
 
 
+@pytest.mark.ci
 def test_a_trial_runs_in_a_script(cluster, tmp_path):
     words, environment = trial(cluster, tmp_path)
     log = tmp_path / "log"
@@ -174,6 +177,7 @@ def test_a_trial_runs_in_a_script(cluster, tmp_path):
     assert "Digests are equal at 12 of 12 steps" in log.read_text()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_trial_that_is_stopped_ends_the_job_of_srun(number, cluster, tmp_path):
     words, environment = trial(cluster, tmp_path)

@@ -36,7 +36,7 @@ class Config:
         interleaved = schedule.num_chunks > 1
         self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
         self.overlap_p2p_comm_warmup_flush = interleaved and schedule.overlap_transfers
-        self.overlap_moe_expert_parallel_comm = schedule.overlaps_experts
+        self.overlap_moe_expert_parallel_comm = schedule.by_turns
         self.deallocate_pipeline_outputs = True
         self.microbatch_group_size_per_vp_stage = schedule.group
         self.virtual_pipeline_model_parallel_size = schedule.num_chunks if interleaved else None
@@ -126,7 +126,7 @@ def record(schedule: Schedule, stage: int) -> list:
         schedules.forward_backward_pipelining_with_interleaving
         if interleaved
         else schedules.forward_backward_no_pipelining
-        if schedule.overlaps_experts
+        if schedule.by_turns
         else schedules.forward_backward_pipelining_without_interleaving
     )
     with (

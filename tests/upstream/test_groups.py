@@ -18,7 +18,7 @@ def test_ranks_that_divide_experts_are_those_of_upstreams_groups():
             continue
         sizes = {"tp": expert_tp, "ep": ep, "dp": tp * cp * dp // (ep * expert_tp), "pp": 2, "cp": 1}
         groups = RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks("tp-ep")
-        replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).expert_dp_ranks
+        replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).pooling_ranks
         together = [{rank // (tp * cp) for rank in group} for group in groups]
         for i in range(2 * dp):
             meets = {i}

@@ -5,8 +5,6 @@ one process. Gated delta nets: against Megatron's, one document after the other.
 all models, the smaller ones one axis each; `full` has what they lack.
 """
 
-import functools
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -30,6 +28,7 @@ from tests.adapter.training import (
     VPP2,
     each_version,
     full,
+    large,
     relative_error,
     train,
 )
@@ -77,14 +76,12 @@ ADAM = "--optimizer adam --adam-eps 0.01 --lr 0.01 --train-iters 3"  # this epsi
 TOLERANCE, LOSSES = 1e-5, 1e-6
 
 
-@pytest.fixture(scope="module")
-def upstream(dataset):
+@pytest.fixture
+def upstream(upstream):
     """Megatron's own run of these flags, where it can, on one process, at micro-batch size 1."""
 
-    @functools.cache
     def run(flags="", without=""):
-        runs = "--window-size" not in flags and LATENT not in flags
-        return train(1, dataset, *flags.split(), without=without, wlb=not runs)
+        return upstream(flags, without=without, wlb="--window-size" in flags or LATENT in flags)
 
     return run
 
@@ -108,8 +105,8 @@ def test_layout_equals_megatron(size, layout, dataset, upstream):
 
 MODELS = [
     (4, f"{PP4} --num-virtual-stages-per-pipeline-rank 2", "--num-layers 8"),
-    (8, f"{ALL} {BY_DOCUMENT}", f"--qk-layernorm {YARN} {SINKS}"),
-    (8, f"{ALL} {FULL} {EP2} --expert-tensor-parallel-size 1", f"{MOE} {SHARED} {MTP} {ROPE_SCALING}"),
+    large(8, f"{ALL} {BY_DOCUMENT}", f"--qk-layernorm {YARN} {SINKS}"),
+    large(8, f"{ALL} {FULL} {EP2} --expert-tensor-parallel-size 1", f"{MOE} {SHARED} {MTP} {ROPE_SCALING}"),
     full(2, f"{CP2} {HYBRID}", "--window-size 16,0"),
     full(4, f"{CP2} {VPP2} {FULL}", "--softmax-type off-by-one"),
     full(4, f"{EP2} {VPP2}", MOE),
@@ -152,7 +149,7 @@ def test_model_equals_megatron(size, layout, model, dataset, upstream):
 @pytest.mark.parametrize(
     ("size", "layout", "model"),
     [
-        (8, f"{TP2} {CP2} {PP2} {EP2} --expert-tensor-parallel-size 1", V2_LITE),
+        large(8, f"{TP2} {CP2} {PP2} {EP2} --expert-tensor-parallel-size 1", V2_LITE),
         each_version(2, f"{CP2} {SELECTIVE} core_attn", f"{LATENT} {QUERY_LATENT}"),
         full(4, f"{TP2} {CP2} {SELECTIVE} mla_up_proj", f"{LATENT} {QUERY_LATENT}"),
         full(4, f"{TP2} {CP2} {FULL}", f"{LATENT} {QUERY_LATENT}"),
@@ -263,8 +260,8 @@ def test_bf16(gradients, dataset, upstream, tmp_path, monkeypatch):
     assert two <= 1.2 * one  # sharding must not cost accuracy that Megatron in bf16 has
 
 
-def test_interleaving_without_overlap(dataset):
+def test_interleaving_without_overlap(dataset, upstream):
     """On three ranks, since on two upstream and we refuse it."""
     flags = "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"
-    model = "--num-layers 6 --global-batch-size 9".split()
-    compare(train(3, dataset, *model, *flags.split()), train(1, dataset, *model, wlb=False))
+    model = "--num-layers 6 --global-batch-size 9"
+    compare(train(3, dataset, *model.split(), *flags.split()), upstream(model))

@@ -41,9 +41,9 @@ def compare(run, theirs):
     ("size", "layout", "flags"),
     [(2, CP2, ""), full(2, VPP2, "--num-layers 4"), full(2, "", ""), full(1, "", "")],
 )
-def test_a_hundred_steps(size, layout, flags, dataset):
-    common = [*GENTLE.split(), *flags.split(), "--train-iters", "100"]
-    compare(train(size, dataset, *common, *layout.split()), train(1, dataset, *common, wlb=False))
+def test_a_hundred_steps(size, layout, flags, dataset, upstream):
+    common = f"{GENTLE} {flags} --train-iters 100"
+    compare(train(size, dataset, *common.split(), *layout.split()), upstream(common))
 
 
 @pytest.fixture(scope="module")
@@ -94,27 +94,23 @@ EXCLUDED = {
     [pytest.param(*getattr(case, "values", case), marks=getattr(case, "marks", ()), id=name)
      for name, case in CASES.items()],
 )  # fmt: skip
-def test_data_and_weights(size, layout, flags, dataset):
+def test_data_and_weights(size, layout, flags, dataset, upstream):
     without = " ".join(name for other, name in EXCLUDED.items() if other in flags)
-    common = [*GENTLE.split(), *flags.split()]
-    theirs = train(1 if "cyclic" not in flags else size, dataset, *common, wlb=False, without=without)
-    compare(train(size, dataset, *common, *layout.split(), without=without), theirs)
+    common = f"{GENTLE} {flags}"
+    theirs = upstream(common, without=without, size=1 if "cyclic" not in flags else size)
+    compare(train(size, dataset, *common.split(), *layout.split(), without=without), theirs)
 
 
-def test_positions_begin_anew_where_documents_are_packed(dataset):
+def test_positions_begin_anew_where_documents_are_packed(dataset, upstream):
     """As --dataloader-inter-document-masking has them in Megatron, whose attention over them needs a GPU."""
-    resets, learned = (
-        "--reset-attention-mask --reset-position-ids",
-        "--position-embedding-type learned_absolute".split(),
-    )
-    theirs = train(1, dataset, *GENTLE.split(), *learned, wlb=False)
-    masked = [*learned, "--dataloader-inter-document-masking"]
-    compare(train(2, dataset, *GENTLE.split(), *masked, *CP2.split(), without=resets), theirs)
+    resets, learned = "--reset-attention-mask --reset-position-ids", "--position-embedding-type learned_absolute"
+    flags = f"{GENTLE} {learned} --dataloader-inter-document-masking {CP2}"
+    compare(train(2, dataset, *flags.split(), without=resets), upstream(f"{GENTLE} {learned}"))
 
 
-def test_fp16_has_the_scale_of_a_mean_over_tokens(dataset):
-    flags = [*GENTLE.split(), *"--fp16 --loss-scale 65536 --train-iters 3".split()]
-    loss, norm, _ = spread(*(train(1, dataset, *flags, wlb=wlb) for wlb in (True, False)))
+def test_fp16_has_the_scale_of_a_mean_over_tokens(dataset, upstream):
+    flags = f"{GENTLE} --fp16 --loss-scale 65536 --train-iters 3"
+    loss, norm, _ = spread(train(1, dataset, *flags.split()), upstream(flags))
     assert loss <= 1e-5 and norm <= 1e-3
 
 
@@ -194,7 +190,10 @@ def test_texts_inside_documents(ends, tmp_path):
     without = "--reset-attention-mask --reset-position-ids"
     train(1, data, "--train-iters", "1", without=without, prints=(said := tmp_path / "said"))
     assert f"attention goes across EOD for {'73.' if ends else '0.0%'}" in said.read_text()
-    assert "but for: attention ends with the document, and without --wlb it does not" in said.read_text()
+    assert (
+        "> wlb: differs: attention stops at the end of a document; without --wlb this run lets it cross"
+        in said.read_text()
+    )
 
 
 @pytest.mark.parametrize("inner", [True, False])
@@ -214,7 +213,7 @@ def test_rare_texts_inside_documents(inner, tmp_path):
     flags, prints = [*GENTLE.split(), "--split", "100,0,0", "--train-iters", "3"], tmp_path / "prints"
     theirs = train(1, str(data), *flags, wlb=False)
     compare(train(2, str(data), *flags, *CP2.split(), prints=prints), theirs)
-    assert "> wlb: every step trains what Megatron's would\n" in (said := prints.read_text())
+    assert "> wlb is on: every step trains the same as without --wlb\n" in (said := prints.read_text())
     assert "sampled" not in said
     compare(train(1, str(data), *flags, "--no-create-attention-mask-in-dataloader", prints=prints), theirs)
     assert "ignore --reset-attention-mask" in prints.read_text()

@@ -6,9 +6,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from megatron.core.transformer.attention import SelfAttention
 
-from megatron_wlb.adapter.layers import attention, experts, latent, mtp
+from megatron_wlb.adapter.data import Batch
+from megatron_wlb.adapter.layers import attention, experts, latent, mtp, overlap
 from megatron_wlb.adapter.layers.attention import foreign_core
 from megatron_wlb.adapter.layers.kind import Kind, Run
 from megatron_wlb.adapter.layers.norm import TorchNorm
@@ -16,18 +18,29 @@ from megatron_wlb.model import MIXERS
 from megatron_wlb.runtime.attention import AttentionOptions
 
 _MIXERS: list[Kind] = [importlib.import_module(f"{__name__}.{name}").KIND for name in MIXERS.values()]
-KINDS: tuple[Kind, ...] = (mtp.KIND, experts.KIND, *_MIXERS, latent.KIND, attention.KIND)
+KINDS: tuple[Kind, ...] = (mtp.KIND, experts.KIND, *_MIXERS, latent.KIND, attention.KIND, overlap.KIND)
 STACK = tuple(kind.stack_layer for kind in KINDS if kind.stack_layer)
 """Specs of upstream's hybrid stack that are adapted."""
+
+
+def of(args: Namespace) -> list[Kind]:
+    """Return the kinds of a run's layers that need more of training than a spec."""
+    return [kind for kind in KINDS if kind.applies(args)]
+
+
+def ahead(
+    batch: Batch, positions: torch.Tensor, weights: torch.Tensor | None, context_length: int
+) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Return the tokens further ahead, and their targets, that the layers of a forward pass ask for."""
+    return mtp.rolled(batch, positions, weights, context_length)
 
 
 @contextlib.contextmanager
 def installed(args: Namespace, run: Run) -> Iterator[None]:
     """Apply the replacements of all kinds of a run's layers inside."""
     with contextlib.ExitStack() as stack:
-        for kind in KINDS:
-            if kind.applies(args):
-                stack.enter_context(kind.installed(run))
+        for kind in of(args):
+            stack.enter_context(kind.installed(run))
         yield
 
 

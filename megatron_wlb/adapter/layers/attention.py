@@ -1,10 +1,12 @@
 """Self-attention over context-parallel shards."""
 
 import weakref
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
@@ -20,6 +22,27 @@ from megatron_wlb.runtime.backends.protocol import owned
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 _CORES = "DotProductAttention", "TEDotProductAttention"
+
+
+def keys_before(args: Any) -> list[int | None]:
+    """Return the keys that a query sees before its own in every layer, by arguments; None: all of its document."""
+    return [_keys_before(args, layer) for layer in range(1, args.num_layers + 1)]
+
+
+def _keys_before(given: Any, layer: int) -> int | None:
+    window = given.window_size
+    has = is_layer_window_attention(window, given.window_attn_skip_freq, layer)
+    return window[0] if has and window[0] >= 0 else None
+
+
+def attended_squares(args: Namespace, lengths: np.ndarray) -> float:
+    """Return twice the token pairs of attention, averaged over all layers."""
+    exact = lengths.astype(np.float64)
+    squares, near = (exact**2).sum(), [keys for keys in keys_before(args) if keys is not None]
+    if near:
+        beyond = np.maximum(exact - (near[0] + 1), 0)
+        squares -= len(near) / args.num_layers * (beyond**2).sum()
+    return float(squares)
 
 
 class WlbCoreAttention(MegatronModule):
@@ -40,9 +63,7 @@ class WlbCoreAttention(MegatronModule):
         super().__init__(config=config)
         if attention_type != "self":
             raise ValueError(f"--wlb supports self attention, not {attention_type} attention; leave --wlb out")
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        window = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
-        self.options = replace(options, scale=softmax_scale, window=window)
+        self.options = replace(options, scale=softmax_scale, window=_keys_before(config, layer_number))
         self._cp_group, self._tp_group = pg_collection.cp, pg_collection.tp
         self._add_sink()
         self.last: weakref.ref[Any] | None = None

@@ -6,22 +6,28 @@ Upstream's own padding masks keep padding out. What it still multiplies where it
 import contextlib
 import importlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import mpu
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_wlb.adapter.data import Batch
 from megatron_wlb.adapter.layers.kind import Kind, Run
+from megatron_wlb.adapter.upstream.means import means_over
 from megatron_wlb.adapter.upstream.replaced import replaced
 
 
 @contextlib.contextmanager
-def _installed(trained: Callable[[], float]) -> Iterator[None]:
-    """Weigh router losses by tokens inside; `trained`: share of the running step's tokens by which losses are divided.
+def _installed(run: Run) -> Iterator[None]:
+    """Weigh router losses by tokens inside, and log them as means over the micro-batches that ran.
 
     Upstream divides what it sums over tokens by the trained ones, also the router losses, which are of all tokens.
     """
     router: Any = importlib.import_module("megatron.core.transformer.moe.router")
+    tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
 
     def counted(original: Any) -> Any:
         def get_tokens_per_expert_and_token_count(*, reduce_group: Any, **given: Any) -> Any:
@@ -51,7 +57,7 @@ def _installed(trained: Callable[[], float]) -> Iterator[None]:
         return _apply_expert_bias
 
     def scaled(original: Any) -> Any:
-        return lambda scale: original(scale * trained())
+        return lambda scale: original(scale * run.trained())
 
     group, losses = ("routing_map", "reduce_group", "with_padding_mask"), ("tokens_per_expert", "total_num_tokens")
     with (
@@ -59,16 +65,31 @@ def _installed(trained: Callable[[], float]) -> Iterator[None]:
         replaced(router, "switch_load_balancing_loss_func", normalised, (*losses, "topk", "num_experts")),
         replaced(router.TopKRouter, "_apply_expert_bias", masked, ("routing_map", "padding_mask")),
         replaced(router.MoEAuxLossAutoScaler, "set_loss_scale", scaled, ("scale",)),
+        replaced(tracker, "report", means_over(run.windows), ("loss_scale",)),
     ):
         yield
 
 
+def _rows_of(model: Any, padding: torch.Tensor) -> torch.Tensor:
+    """Return `padding` [s] as upstream's forward pass wants it, [1, rows]; GPT divides them itself on a first stage."""
+    inner = unwrap_model(model)
+    if get_model_config(model).sequence_parallel and not (inner.pre_process and isinstance(inner, GPTModel)):
+        padding = padding.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
+    return padding.unsqueeze(0)
+
+
 class _Experts(Kind):
+    padded = True
+    groups = ("ep", "tp_ep", "intra_expt_dp")
+
     def applies(self, args: Namespace) -> bool:
         return bool(args.num_experts)
 
     def installed(self, run: Run) -> contextlib.AbstractContextManager[None]:
-        return _installed(run.trained)
+        return _installed(run)
+
+    def inputs(self, batch: Batch, model: Any) -> dict[str, Any]:
+        return {} if batch.padding is None else {"padding_mask": _rows_of(model, batch.padding)}
 
 
 KIND = _Experts()

@@ -8,8 +8,7 @@ with weight 0.
 import contextlib
 import importlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from megatron_wlb.adapter.data import Batch
 from megatron_wlb.adapter.layers.kind import Kind, Run
 from megatron_wlb.adapter.layers.norm import TorchNorm
+from megatron_wlb.adapter.upstream.means import means_over
 from megatron_wlb.adapter.upstream.replaced import replaced
 
 
@@ -28,7 +28,7 @@ def adapt_mtp(layer: Any, config: Any, adapt: Callable[[Any, Any], None]) -> Non
 
 
 def rolled(
-    batch: Batch, positions: torch.Tensor, weights: torch.Tensor | None, context_length: int, depths: int
+    batch: Batch, positions: torch.Tensor, weights: torch.Tensor | None, context_length: int
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """Yield the results of upstream's `roll_tensor` in a forward pass.
 
@@ -37,7 +37,7 @@ def rolled(
     their number, so the mask alone is a target's weight: `weights` [1 + depths, s] or 1.
     """
     assert batch.tokens is not None and batch.labels is not None and batch.loss_mask is not None
-    trained = batch.loss_mask[:1].sum()
+    depths, trained = len(batch.labels) - 1, batch.loss_mask[:1].sum()
     for depth in range(1, depths + 1):
         yield batch.tokens[depth : depth + 1], None
         # Beyond the end of a document any valid position will do.
@@ -49,8 +49,8 @@ def rolled(
 
 
 @contextlib.contextmanager
-def _installed(adapt: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Make upstream's MTP layers use specs changed by `adapt`, and roll nothing."""
+def _installed(run: Run) -> Iterator[None]:
+    """Make upstream's MTP layers use adapted specs, roll nothing, and log means over the micro-batches that ran."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     prediction = importlib.import_module("megatron.core.transformer.multi_token_prediction")
 
@@ -58,7 +58,7 @@ def _installed(adapt: Callable[[Any, Any], None]) -> Iterator[None]:
         def get_gpt_mtp_block_spec(config: Any, *args: Any, **kwargs: Any) -> Any:
             block = original(config, *args, **kwargs)
             for layer in block.layer_specs if block else ():
-                adapt(layer, config)
+                adapt_mtp(layer, config, run.adapt)
             return block
 
         return get_gpt_mtp_block_spec
@@ -76,6 +76,7 @@ def _installed(adapt: Callable[[Any, Any], None]) -> Iterator[None]:
     with (
         replaced(specs, "get_gpt_mtp_block_spec", adapted, ("config",)),
         replaced(prediction, "roll_tensor", loaded, ("tensor", "packed_seq_params")),
+        replaced(prediction.MTPLossLoggingHelper, "track_mtp_metrics", means_over(run.windows), ("loss_scale",)),
     ):
         yield
 
@@ -85,7 +86,14 @@ class _Mtp(Kind):
         return bool(args.mtp_num_layers)
 
     def installed(self, run: Run) -> contextlib.AbstractContextManager[None]:
-        return _installed(partial(adapt_mtp, adapt=run.adapt))
+        return _installed(run)
+
+    def adapt_given(self, arguments: Mapping[str, Any], config: Any, adapt: Callable[[Any, Any], None]) -> None:
+        for layer in getattr(arguments.get("mtp_block_spec"), "layer_specs", ()):
+            adapt_mtp(layer, config, adapt)
+
+    def depths(self, args: Namespace) -> int:
+        return args.mtp_num_layers or 0
 
 
 KIND = _Mtp()

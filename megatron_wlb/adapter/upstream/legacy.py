@@ -14,7 +14,7 @@ from typing import Any
 from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.upstream import scripts
 from megatron_wlb.adapter.upstream.replaced import replaced
-from megatron_wlb.describe.refusals import dispatches
+from megatron_wlb.layers.experts import dispatches
 from megatron_wlb.layers.linear import has_linear_layers
 
 
@@ -69,7 +69,6 @@ def _scaled(args: Namespace, original: Any) -> Any:
 def _built(training: Any) -> Callable[[Any], Any]:
     """Wrap the constructor of GPTModel to make a chunk of the model as the run needs it."""
     from megatron_wlb.adapter import layers
-    from megatron_wlb.adapter.layers.mtp import adapt_mtp
 
     def constructing(original: Any) -> Any:
         def __init__(self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
@@ -80,8 +79,8 @@ def _built(training: Any) -> Callable[[Any], Any]:
             training.configure(chunk)
             spec = chunk.transformer_layer_spec(config, call.arguments.get("vp_stage"))
             call.arguments["transformer_layer_spec"] = spec
-            for layer in getattr(call.arguments.get("mtp_block_spec"), "layer_specs", ()):
-                adapt_mtp(layer, config, functools.partial(layers.adapt, options=training.attention))
+            for kind in layers.KINDS:
+                kind.adapt_given(call.arguments, config, functools.partial(layers.adapt, options=training.attention))
             original(*call.args, **call.kwargs)
             for hook in chunk.pre_wrap_hooks:
                 hook([self])

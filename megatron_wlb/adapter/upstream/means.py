@@ -1,20 +1,13 @@
-"""Router and MTP losses in upstream's log, by the micro-batches that ran."""
+"""Losses of layers in upstream's log, by the micro-batches that ran."""
 
-import contextlib
 import functools
-import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from megatron_wlb.adapter.upstream.replaced import replaced
 
-
-@contextlib.contextmanager
-def mean_losses(windows: Callable[[], float]) -> Iterator[None]:
-    """Log router and MTP losses as means over micro-batches of so many windows each in the step."""
-    tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
-    helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
+def means_over(windows: Callable[[], float]) -> Callable[[Any], Any]:
+    """Wrap what logs losses with a `loss_scale`: means over micro-batches of so many windows each in the step."""
 
     def mean(original: Any) -> Any:
         @functools.wraps(original)
@@ -25,8 +18,4 @@ def mean_losses(windows: Callable[[], float]) -> Iterator[None]:
 
         return report
 
-    with (
-        replaced(tracker, "report", mean, ("loss_scale",)),
-        replaced(helper, "track_mtp_metrics", mean, ("loss_scale",)),
-    ):
-        yield
+    return mean

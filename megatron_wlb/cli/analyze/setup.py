@@ -167,11 +167,8 @@ class Setup:
                 f"of a document that fills the window: this model needs little balance below windows of {half:,} "
                 "tokens, where it is half."
             )
-        if job.model.windowed_share and job.parallel.cp > 1:
-            self.notes.append(
-                "Megatron is taken to gather K and V (--cp-comm-type all_gather): TransformerEngine's ring takes no "
-                "sliding windows."
-            )
+        if job.parallel.cp > 1 and (why := layers.attention_of(model).no_ring(model)):
+            self.notes.append(f"Megatron is taken to gather K and V (--cp-comm-type all_gather): {why}.")
         self.masks_documents = masks_documents(stated)
         if a.fp8_dot_product_attention and job.profile.fp8 is None:
             self.notes.append(f"Profile {job.profile.name} has no attention in FP8; Megatron's is timed in bf16.")

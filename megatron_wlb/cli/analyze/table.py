@@ -62,7 +62,7 @@ def rows(report: Report) -> list[Row]:
 
     finer = {
         "exchange": [part("    for the slowest CP rank", "cp_wait")],
-        "waiting": [part("    for the slowest EP rank", "ep_wait")] if parallel.expert_dp_ranks > 1 else [],
+        "waiting": [part("    for the slowest EP rank", "ep_wait")] if parallel.pooling_ranks > 1 else [],
     }
     has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": pp * dp > 1, "busy": False}
     words = [

@@ -22,7 +22,7 @@ from megatron_wlb.hardware.profile import gpu_of
 
 FORMAT = "megatron-wlb-trial"
 VERSION = 1
-CHANGES = ("> wlb: every step trains", "> wlb: sets ", "> wlb: without ")
+CHANGES = tuple(f"> wlb{words}" for words in (" is on: ", ": differs: ", ": sets ", ": without "))
 """Beginnings of a run's lines that name the changes of --wlb."""
 
 Rows = list[tuple[str, ...]]
@@ -242,7 +242,7 @@ def _changes(turns: Sequence[Turn]) -> Iterator[str]:
     """Yield the changes of --wlb, as a run with it prints them."""
     for line in dict.fromkeys(text_of(str(turns[-1].log)).splitlines() if turns else ()):
         if line.startswith(CHANGES):
-            text = line.removeprefix("> wlb: ")
+            text = line.partition(": ")[2]
             yield f"{text[0].upper()}{text[1:]}."
 
 

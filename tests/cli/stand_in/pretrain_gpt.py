@@ -46,7 +46,7 @@ def main():
         time.sleep(600)
     wlb, end = "--wlb" in words, int(last("--exit-interval"))
     if wlb:
-        print("> wlb: every step trains what Megatron's would")
+        print("> wlb is on: every step trains the same as without --wlb")
     shown = {"num_layers": LAYERS, "world_size": GPUS, "seq_length": WINDOW, "log_interval": 1, "wlb": wlb}
     shown |= {"global_batch_size": WINDOWS, "micro_batch_size": 1}
     print("------------------------ arguments ------------------------")

@@ -8,6 +8,7 @@ and this plugin around a layer's forward pass is done here. No node takes the tw
 import contextlib
 import importlib
 import inspect
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_wlb.adapter.clock import Clock
+from megatron_wlb.adapter.layers.kind import Kind, Run
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.adapter.upstream.versions import upstream
 from megatron_wlb.runtime.attention import send_ahead
@@ -33,7 +35,7 @@ class _Running:
 
 
 @contextlib.contextmanager
-def installed(clock: Clock) -> Iterator[None]:
+def _installed(clock: Clock) -> Iterator[None]:
     """Serve packed micro-batches inside, timed by `clock`."""
     callables, nodes = (importlib.import_module(name) for name in upstream().nodes)
     running = _Running()
@@ -123,3 +125,14 @@ def installed(clock: Clock) -> Iterator[None]:
         replaced(nodes.TransformerLayerNode, "backward_dw", backward, ()),
     ):
         yield
+
+
+class _Overlap(Kind):
+    def applies(self, args: Namespace) -> bool:
+        return bool(args.overlap_moe_expert_parallel_comm)
+
+    def installed(self, run: Run) -> contextlib.AbstractContextManager[None]:
+        return _installed(run.clock)
+
+
+KIND = _Overlap()
