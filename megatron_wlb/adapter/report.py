@@ -318,7 +318,7 @@ def line(entry: dict[str, Any]) -> str:
 def _gain(by_work: float | None) -> str:
     if by_work is None:
         return ""
-    gained = f"{by_work:.3f} times as fast as" if f"{by_work:.3f}" != "1.000" else "nothing gained over"
+    gained = f"{by_work:.3f} times as fast as" if f"{by_work:.3f}" != "1.000" else "no gain over"
     return f" | predicted by work: {gained} Megatron's windows"
 
 

@@ -140,7 +140,7 @@ def test_nothing_certain_is_not_called_faster(tmp_path, capsys):
     compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", 1.1 * SLOW))
     assert capsys.readouterr().out.startswith("RUN is slower: 0.909 ± 0.000 times")
     found = compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", noise))
-    for errors, said in ((1.7, "No difference is certain: RUN has "), (2.3, "RUN is faster: ")):
+    for errors, said in ((1.7, "Within noise: RUN has "), (2.3, "RUN is faster: ")):
         times = noise * found["ratio"] / (1 + errors * found["error"])
         capsys.readouterr()
         compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", times))
@@ -229,7 +229,7 @@ def test_a_profile_of_another_device_is_refused(tmp_path, capsys):
         said = refusal(capsys, "compare", str(ran_on(device)))
         assert f"ran on {device}, and profile h100-cudnn is of NVIDIA H100; give the run --wlb-profile" in said
     said = refusal(capsys, "compare", str(step_log(tmp_path / "run", SLOW)))
-    assert "has 0 predicted steps after --skip 10; give the run --wlb-profile with what `megatron-wlb profile`" in said
+    assert "has 0 predicted steps after --skip 10; give the run --wlb-profile with the output of `megatron" in said
 
 
 GOOD = entry()
@@ -262,7 +262,7 @@ def test_broken_logs_are_refused(lines, message, tmp_path, capsys):
 def test_logs_without_times_are_refused(tmp_path, capsys):
     log = text_log(tmp_path / "a", SLOW)
     log.write_text("\n".join(line for line in log.read_text().splitlines() if "iteration" not in line))
-    assert "a has no line of an iteration; give what" in refusal(capsys, "compare", str(log), str(log))
+    assert "a has no line of an iteration; give Megatron's output" in refusal(capsys, "compare", str(log), str(log))
     folder = board(tmp_path / "board", SLOW[:9], LOSSES[:9])
     assert "add --log-timers-to-tensorboard to the run" in refusal(capsys, "compare", str(folder), str(folder))
     once = text_log(log, SLOW).read_text()
