@@ -11,6 +11,7 @@ from megatron_wlb.describe import make
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import default_max_tokens
 from megatron_wlb.job import Parallel, Recompute
+from megatron_wlb.layers.latent import LatentAttention
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
@@ -87,6 +88,6 @@ def test_what_fits_nowhere_says_with_what_it_would():
 def test_latents_travel_where_they_gain_a_percent(time, chosen, monkeypatch):
     times = {"latents": time, "shared": 1.0}
     monkeypatch.setattr(make, "shard", lambda lengths, job: SimpleNamespace(time=times[job.cp_exchange]))
-    monkeypatch.setattr(make, "expansion", lambda job: (0.0, 0.0))
+    monkeypatch.setattr(LatentAttention, "expands_us", lambda self, job: 0.0)
     sizes = {"context_length": 1 << 15, "global_batch_size": 8, "parallel": Parallel(tp=8, cp=8)}
     assert make.make_job(model=MODELS["deepseek-v3"], default_profile="h100-fa2", **sizes).cp_exchange == chosen
