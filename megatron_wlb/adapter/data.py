@@ -25,7 +25,7 @@ class Reading:
     """By dataset."""
     context_length: int
     windows: int | None
-    """Windows over which upstream takes a mean: those of its micro-batch; None: documents run in other steps."""
+    """Windows over which upstream takes a mean, all of its micro-batch; None: documents run in other steps."""
     vocabulary: int
     """Tokens are below it."""
     depths: int = 0
@@ -37,7 +37,7 @@ class Reading:
     mean_of_means: bool = False
     """Whether upstream takes the mean over micro-batches of their means, as it evaluates conversations."""
     digest: bool = False
-    """Whether what is trained is counted, see `adapter/digest.py`."""
+    """Whether trained tokens are counted, see `adapter/digest.py`."""
 
     def origin(self, documents: np.ndarray, first_sample: int) -> np.ndarray:
         """Return the micro-batch without `--wlb` that DOCUMENT rows belong to, int64 [n]; 0 if in other steps."""
@@ -103,7 +103,7 @@ class Batch:
     """int64 [1 + depths, s]; row k is k tokens further ahead. Only on stages with an embedding, and for a
     digest on those with the loss."""
     labels: torch.Tensor | None
-    """int64 [1 + depths, s]; only on stages with the loss, as what follows."""
+    """int64 [1 + depths, s]; only on stages with the loss, as the fields below."""
     loss_mask: torch.Tensor | None
     """float32 [1 + depths, s], 0 without a target or on padding."""
     origin: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""What a run is predicted to gain, and how the same GPUs would be faster, said at its start."""
+"""The predicted gain of a run, and faster uses of the same GPUs, printed at its start."""
 
 import functools
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from megatron_wlb.plan.micro_batches import steps_left, time_per_work
 
 
 def tell(job: Job, run: Description, before: MegatronArguments, data: SplitData) -> None:
-    """Print what --wlb brings of a run's first steps, net of what it switches off of its arguments `before`.
+    """Print the gain of --wlb in a run's first steps, net of the features that it switches off in `before`.
 
     Then the recomputation and the layout with which the same GPUs are faster.
     """
@@ -30,7 +30,7 @@ def _lines(job: Job, run: Description, before: MegatronArguments, data: SplitDat
     time = functools.partial(time_per_work, unit=job, samples=data.samples, first_sample=data.first_sample)
     ours, megatron = time(job), time(price.alone(job, before))
     found = price.prices(job, before, time)
-    words = f"predicted {megatron / ours:.2f} times as fast as Megatron with documents apart."
+    words = f"predicted {megatron / ours:.2f} times as fast as Megatron with intra-document attention."
     if found:
         words += f" {price.in_words(time(without_wlb(job)) / ours, megatron / ours, found)}"
     yield words + " Do not use --wlb here." * (megatron < ours)

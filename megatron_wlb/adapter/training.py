@@ -123,7 +123,7 @@ class Training:
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 
     def load(self, built: Sequence[Any], split_data: Callable[..., SplitData] | None = None) -> None:
-        """Take the datasets of the three splits, and settle how they are trained; `split_data` says what they hold.
+        """Take the datasets of the three splits, and settle how they are trained; `split_data` reads them.
 
         Raises ValueError for an empty training split, and for an empty validation set if the run evaluates.
         """
@@ -311,7 +311,7 @@ class Training:
         return first, plan, [_of_step(first, batch, iterator, len(plan.micro_batches)) for batch, iterator in both]
 
     def _weigh(self, split: str, counts: np.ndarray | None, tokens: int) -> None:
-        """Set the weights of a step's targets, by what all ranks counted."""
+        """Set the weights of a step's targets, by the counts of all ranks."""
         reading, self._weights = self._readings[split], None
         self._trained_share = 1.0
         if counts is not None:
@@ -334,7 +334,7 @@ class Training:
         return dummy_train_step
 
     def save(self, iteration: int) -> None:
-        """Save what waits after `iteration`, on rank 0 alone; a copy if upstream converts a checkpoint."""
+        """Save documents that wait after `iteration`, on rank 0 alone; a copy if upstream converts a checkpoint."""
         if torch.distributed.get_rank():
             return
         if getattr(self._args, "ckpt_convert_format", None) is None:
@@ -344,7 +344,7 @@ class Training:
             shutil.copy(waits, self._args.save)
 
     def _saved(self, original: Any) -> Any:
-        """Wrap upstream's save hook to save what waits before the checkpoint completes."""
+        """Wrap upstream's save hook to save waiting documents before the checkpoint completes."""
 
         @functools.wraps(original)
         def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:

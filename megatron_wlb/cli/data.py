@@ -37,10 +37,10 @@ class Data:
     """Of the datasets; None: by their size."""
     has_validation: bool
     remarks: list[str] = field(default_factory=list)
-    """What is strange in the files, and what upstream makes of conversations."""
+    """Oddities of the files, and upstream's padding of conversations."""
 
     def samples(self, seed: int, context_length: int, num_samples: int) -> Samples:
-        """Return the samples of a run of `num_samples` in the order of training; after the last they begin anew.
+        """Return the samples of a run of `num_samples` in the order of training; after the last they start over.
 
         Sizes and blend are upstream's, shuffles another generator's. Raises ValueError for a blend without weights and
         a dataset of less than a window in it, which upstream refuses.
@@ -132,7 +132,7 @@ def _mock(seed: int, drawn: str | None) -> tuple[str, np.ndarray]:
 def _conversations(
     path: str, a: MegatronArguments, remarks: list[str], settings: RunSettings
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of each conversation, and the first of each row; remarks what upstream pads."""
+    """Return the tokens of each conversation, and the first of each row; remarks on upstream's padding."""
     from megatron_wlb.adapter.sources import conversations
 
     assert a.seq_length is not None

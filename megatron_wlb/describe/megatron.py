@@ -54,7 +54,7 @@ class Description:
         )
 
     def without_memory(self) -> Self:
-        """Return what holds where memory is not known yet."""
+        """Return the description where memory is not known yet."""
         longest = None if self.settings.max_tokens == "auto" else self.settings.max_tokens
         return replace(self, settings=replace(self.settings, memory_budget=None, max_tokens=longest), budget=None)
 
@@ -106,7 +106,7 @@ class Description:
 
 
 def bytes_of(a: MegatronArguments) -> tuple[float, float]:
-    """Return bytes per parameter of gradients, and of what Adam keeps on a GPU: its states, and main parameters.
+    """Return bytes per parameter of gradients, and of Adam's states and main parameters on a GPU.
 
     By upstream's `validate_args`, `OptimizerConfig` and `HybridDeviceOptimizer`, and by TransformerEngine's FusedAdam,
     which of fp32 parameters keeps the 16 bits that bf16 weights lack. Other recipes of FP8 have theirs in Megatron.
@@ -128,7 +128,7 @@ def _bytes(dtype: str) -> int:
 
 
 def has_graphs(a: Any) -> bool:
-    """Whether CUDA graphs replay what arguments train."""
+    """Whether CUDA graphs replay the layers."""
     return a.cuda_graph_impl not in (None, "none") or a.enable_cuda_graph or a.external_cuda_graph
 
 

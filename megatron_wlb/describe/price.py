@@ -83,7 +83,7 @@ def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
 
 
 def in_words(balance: float, speedup: float, found: Sequence[Price]) -> str:
-    """Return what balance brings, what it costs and what is left; `speedup` is over Megatron alone."""
+    """Return the gain of balance, its cost and the net gain; `speedup` is over Megatron alone."""
 
     def cost(each: Price) -> str:
         if each.source == SIMULATED:

@@ -32,7 +32,7 @@ RULES: layers.Rules = {
         a.transformer_impl == "local" and a.layernorm_zero_centered_gamma
     ),
     (
-        "--save and --load to object storage are not supported with delay, what waits is a file beside the checkpoint; "
+        "--save and --load to object storage are not supported with delay, whose state is a file beside a checkpoint; "
         "give a folder"
     ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)) and policy_of(a.wlb_packing).delays,
 }

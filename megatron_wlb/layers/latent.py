@@ -77,7 +77,7 @@ class LatentAttention(Attention):
         """Return the exchange of latents, of which each tensor-parallel rank sends a part.
 
         These ranks gather parts, and rows to expand; in backward they scatter and gather gradients of latents, and sum
-        those of the key part that heads share.
+        gradients of the key part that heads share.
         """
         if job.cp_exchange != "latents":
             return super().exchange(job)

@@ -1,4 +1,4 @@
-"""What layers have in common whose state runs along a document: gated delta nets and Mamba layers."""
+"""Common parts of layers whose state runs along a document: gated delta nets and Mamba layers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron_wlb.model import Mixer
 
 
 def has_linear_layers(a: Any) -> bool:
-    """Whether layers have states that run along documents: gated delta nets, or those of a hybrid model."""
+    """Whether layers have states that run along documents: gated delta nets, or layers of a hybrid model."""
     return any(getattr(a, name, None) for name in ("experimental_attention_variant", "hybrid_layer_pattern"))
 
 
@@ -65,7 +65,7 @@ class LinearLayer(Part):
     def moving(self, job: Job, tokens: np.ndarray) -> np.ndarray:
         """Return the time of the two all-to-alls by which rows go to the ranks of their heads and back, us.
 
-        Nothing overlaps them. Rows are equally many on all context-parallel ranks.
+        They are exposed. Rows are equally many on all context-parallel ranks.
         """
         parallel, mixer = job.parallel, self.mixer(job)
         if parallel.cp == 1:

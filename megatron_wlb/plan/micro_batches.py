@@ -41,8 +41,8 @@ def predictions(
 
     All see the same samples, from `first_sample` on, on a few data-parallel ranks; time is work if a job is `untimed`.
     `default` has one micro-batch per window; `make` builds a job with `num_micro_batches`, and with the least S_max if
-    `tight`, and raises ValueError if it cannot have that many, or if they do not fit memory (`memory_known`; else none
-    of several windows is tried). Returns the faster S_max of every number.
+    `tight`, and raises ValueError if it cannot have that many, or if they do not fit memory (without `memory_known`,
+    none of several windows is tried). Returns the faster S_max of every number.
     """
     if not default.packing.steady_tokens:
         return default, []

@@ -140,7 +140,7 @@ def step_cost(batch: PackedBatch, job: Job) -> int:
 
 
 def packing_gain(batch: PackedBatch, own: np.ndarray, job: Job) -> float | None:
-    """Return the time of Megatron's windows over that of a step, both per work, by `step_cost`.
+    """Return the time of Megatron's windows over a step's, both per work, by `step_cost`.
 
     `own`: DOCUMENT rows of the step's own samples. None if these have none, or Megatron's pipeline cannot run them.
     """

@@ -46,7 +46,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _returned(gradient: Tensor, part: Part, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the gradient of a part's rows, of that of its keys."""
+    """Return the gradient of a part's rows from the gradient of its keys."""
     total = gradient.index_select(0, part.own_keys).to(torch.promote_types(gradient.dtype, torch.float32))
     if part.sent:
         given = gradient.index_select(0, part.arrived_keys)

@@ -1,6 +1,6 @@
 """Causal attention of packed documents over context-parallel ranks.
 
-Shapes: s local rows; Hq query heads, a multiple of the Hkv key heads; head size D, Dv of values. Attention runs in
+Shapes: s local rows, Hq query heads (a multiple of the Hkv key heads), head size D, Dv of values. Attention runs in
 rounds (`ShardPlan.rounds`), each a `Part` with n of the rows and P keys. While a round computes, K and V of the next
 one arrive, and dK and dV of the last one leave. `kv` holds K and V `side_by_side`: one copy frees the QKV projection,
 and one collective moves both.
@@ -203,7 +203,7 @@ def attend_in_rounds(
 
 
 def by_round(parts: Sequence[Part], lses: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the log-sum-exps of the calls of every round, of those of `attend_in_rounds`."""
+    """Return the log-sum-exps of every round's calls, from the list of `attend_in_rounds`."""
     of_causal, found = iter(lses), list[list[Tensor]]()
     for part in parts:
         if part.causal:
@@ -289,7 +289,7 @@ def _arriving(kv: Tensor, parts: Sequence[Part], group: dist.ProcessGroup | None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, keys: int, metadata: ShardMetadata, options: AttentionOptions) -> None:
-    """Raise ValueError unless rows and dtypes are those of the metadata and the backend."""
+    """Raise ValueError unless rows and dtypes fit the metadata and the backend."""
     if (q.shape[0], k.shape[0]) != (metadata.num_rows, keys):
         raise ValueError(
             f"q has {q.shape[0]} and k has {k.shape[0]} rows, but the shard of context-parallel rank "

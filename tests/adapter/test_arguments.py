@@ -54,7 +54,7 @@ MOE = "--num-experts 4 --moe-token-dispatcher-type"
 REFUSED = {
     "--step-batch-size-schedule 300:4": "first schedule entry must have threshold 0.*; give another, such as '0:512",
     "--step-batch-size-schedule 0:4 --wlb-micro-batches 8": "--step-batch-size-schedule has several; leave it out",
-    "--step-batch-size-schedule 0:4,1K:7": "7 micro-batches a step cannot be shared by 2 data-parallel",
+    "--step-batch-size-schedule 0:4,1K:7": "7 micro-batches per step cannot be shared by 2 data-parallel",
     f"--full-validation --multiple-validation-sets {VPP2}": "--multiple-validation-sets with virtual stages",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention",

@@ -65,7 +65,7 @@ def test_the_start_says_what_is_predicted_of_the_first_steps(run):
     """Over Megatron alone; no feature was switched off, so nothing is taken from it."""
     (line,) = re.findall(r"^> wlb: predicted .*$", (run[1] / "prints").read_text(), re.MULTILINE)
     assert re.fullmatch(
-        r"> wlb: predicted (\d+\.\d\d) times as fast as Megatron with documents apart[.]( Do not .*)?", line
+        r"> wlb: predicted (\d+\.\d\d) times as fast as Megatron with intra-document attention[.]( Do not .*)?", line
     )
 
 

@@ -274,7 +274,7 @@ def test_the_dataset_of_ms_swift_takes_them(packing):
 
 def test_a_function_with_other_parameters_is_refused(monkeypatch):
     loop = module(monkeypatch, "slime.utils.dp_schedule", build_dp_schedule=lambda args, lengths: None)
-    with pytest.raises(RuntimeError, match=r"is not what this megatron_wlb knows \(args lengths, not args train_"):
+    with pytest.raises(RuntimeError, match=r"is not as this megatron_wlb knows it \(args lengths, not args train_"):
         slime.balanced(job_on())
     del loop.build_dp_schedule
     with pytest.raises(RuntimeError, match="is missing"):

@@ -19,7 +19,7 @@ from megatron_wlb.layers.linear import has_linear_layers
 
 
 def check(args: Namespace) -> None:
-    """Raise ValueError for what only later versions do not know, or know how to serve."""
+    """Raise ValueError for arguments that later versions have dropped, or that only they serve."""
     if args.rampup_batch_size is not None:
         raise ValueError("--wlb: --rampup-batch-size is not planned, megatron-core 0.19 has dropped it; leave it out")
     if has_linear_layers(args):
@@ -58,7 +58,7 @@ def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], A
 
 
 def _scaled(args: Namespace, original: Any) -> Any:
-    """Wrap what scales router losses: with per-token loss, upstream counts tokens of one rank, and divides by all.
+    """Wrap the scale of router losses: with per-token loss, upstream counts tokens of one rank, and divides by all.
 
     A run that asked for it is left as it is.
     """

@@ -1,4 +1,4 @@
-"""What is analysed: a run with --wlb, its data, and the other ways to train it."""
+"""The subject of an analysis: a run with --wlb, its data, and the other ways to train it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ DELAY = 30
 WARM_UP = 30
 """Steps that are packed and not counted, while queues of a scheme that delays fill."""
 SAMPLES, LEAST_STEPS, MOST_STEPS = 1 << 15, 64, 256
-"""Windows that are cut from the data, and bounds on the steps that hold them, after which they begin anew."""
+"""Windows that are cut from the data, and bounds on the steps that hold them, after which they repeat."""
 MOST = 1 << 14
 """Most windows, or micro-batches, of a step that are simulated."""
 
@@ -135,7 +135,7 @@ def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
 
 
 class Setup:
-    """A run as --wlb would train it, and its data. Raises ValueError for what is no dataset."""
+    """A run as --wlb would train it, and its data. Raises ValueError if the data are no dataset."""
 
     def __init__(self, run: Run) -> None:
         self.data = data = data_of(run.arguments, run.notes, run.run_settings)
@@ -148,7 +148,7 @@ class Setup:
         if over := next((name for name, size in sizes.items() if size > MOST), None):
             raise ValueError(
                 f"--{over} {sizes[over]} is over {MOST}, too many to simulate; divide it and the GPUs by the same "
-                "number, for fewer data-parallel ranks of as many windows each"
+                "number, so that every data-parallel rank keeps its windows"
             )
         count = job.global_batch_size * min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // job.global_batch_size))
         self.samples = data.samples(run.arguments.seed, job.context_length, count)
@@ -157,7 +157,7 @@ class Setup:
         model, half = job.model, job.crossover_tokens
         if model.has_mixers:
             self.notes.append(
-                f"Assumed of {layers.LINEAR}: scans go at the rate of memory, and nothing overlaps "
+                f"Assumed of {layers.LINEAR}: scans run at the rate of memory, and no computation overlaps "
                 "the exchange of their heads. The time of such layers has not been compared with a measured one."
             )
         if model.attention_layers < model.num_layers and job.context_length < half:
@@ -171,7 +171,7 @@ class Setup:
             self.notes.append(f"Megatron is taken to gather K and V (--cp-comm-type all_gather): {why}.")
         self.masks_documents = masks_documents(stated)
         if a.fp8_dot_product_attention and job.profile.fp8 is None:
-            self.notes.append(f"Profile {job.profile.name} has no attention in FP8; that of Megatron is timed in bf16.")
+            self.notes.append(f"Profile {job.profile.name} has no attention in FP8; Megatron's is timed in bf16.")
         if not data.has_validation and stated.get("eval_iters") != 0:
             run.judged.remarks.append("The data have no validation split; with --wlb the run needs --eval-iters 0.")
         if stated.get("dataloader_inter_document_masking") and self.job.parallel.cp > 1:
@@ -182,7 +182,7 @@ class Setup:
             )
 
     def _best(self, packing: Packing) -> tuple[Job, list[Prediction]]:
-        """Return the job of a packing policy with the micro-batches of `auto`, and what was compared."""
+        """Return the job of a packing policy with the micro-batches of `auto`, and the predictions compared."""
         make, known = partial(self.run.job, packing=packing), self.run.budget is not None
         return predictions(make(), make, self.samples, memory_known=known) if self._chooses(packing) else (make(), [])
 
@@ -257,7 +257,7 @@ class Setup:
         return Scheme(job, self.samples, crosses, a.micro_batch_size, a.sft)
 
     def flags(self) -> str:
-        """Return the flags to add to a command: --wlb, what it needs beside it, and flags of it that were given."""
+        """Return the flags to add to a command: --wlb, the flags that it needs, and its flags that were given."""
         run, flags = self.run, ["--wlb"]
         if run.launched.stated.get("attention_dropout") and not run.launched.is_log:  # which has defaults, too
             flags.append("--attention-dropout 0")
@@ -271,7 +271,7 @@ class Setup:
         return " ".join(flags)
 
     def pins(self) -> str:
-        """Return the flags that pin what `auto` chose."""
+        """Return the flags that pin the choices of `auto`."""
         chosen = {"micro_batches": self.job.num_micro_batches} if self._chooses(self.job.packing) else {}
         if self.run.settings.max_tokens == "auto" or (chosen and self.run.settings.max_tokens is None):
             chosen["max_tokens"] = self.job.max_tokens
