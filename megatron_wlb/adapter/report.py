@@ -103,7 +103,7 @@ class Report:
             self._forecast = functools.partial(forecast.tell, job, described, before, data)
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         self._say(
-            "activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
+            "activations by stage, predicted peak with as many micro-batches of S_max tokens as a rank can hold: "
             f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         )
         other = job.profile.differences(

@@ -157,7 +157,7 @@ class Training:
                 split=name,
                 texts=each.texts,
                 context_length=args.seq_length,
-                windows=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
+                samples_per_micro_batch=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
                 vocabulary=args.padded_vocab_size,
                 depths=sum(kind.depths(args) for kind in self._kinds),
                 ahead_in_document=apart,
@@ -188,7 +188,7 @@ class Training:
             padded=any(kind.padded for kind in self._kinds),
             linear=has_linear_layers(args),
             encode=self.attention.backend.encode,
-            windows=self._job.model.windows,
+            attention_windows=self._job.model.windows,
             order=self._order,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None
@@ -208,7 +208,7 @@ class Training:
         weights = None
         if self._weights is not None and batch.origin is not None:
             weights = self._weights[:, batch.origin]
-        ahead = layers.ahead(batch, positions, weights, self._job.context_length)
+        mtp_inputs = layers.mtp_inputs(batch, positions, weights, self._job.context_length)
         inputs = {name: value for kind in self._kinds for name, value in kind.inputs(batch, model).items()}
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
@@ -222,7 +222,7 @@ class Training:
                 None,
                 labels=labels,
                 loss_mask=loss_mask,
-                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, ahead=ahead),
+                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, mtp_inputs=mtp_inputs),
                 **inputs,
             )
         if not return_schedule_plan:  # which has yet to read it
@@ -318,7 +318,7 @@ class Training:
             per_token = self._args.wlb_per_token_loss and split == "train"
             if not per_token:
                 self._trained_share = float(counts[:, 0].sum() / tokens)
-            weights = torch.from_numpy(loss.weights(counts, reading.windows, per_token=per_token))
+            weights = torch.from_numpy(loss.weights(counts, reading.samples_per_micro_batch, per_token=per_token))
             if self._device.type == "cuda":
                 weights = weights.pin_memory().to(self._device, non_blocking=True)
             self._weights = weights

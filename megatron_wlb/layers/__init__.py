@@ -1,4 +1,4 @@
-"""Layer kinds and parts of layers, a file each: their arguments of Megatron's, memory and time.
+"""Layer kinds and parts of layers, a file each: Megatron's arguments for it, its memory and its time.
 
 `adapter.layers` has the replacements in upstream for them.
 """
@@ -47,7 +47,7 @@ def refused() -> Rules:
 
 
 def adapted() -> tuple[Adaptation, ...]:
-    """Return the arguments of any kind that `--wlb` sets or switches off."""
+    """Return the adaptations of all kinds: arguments that `--wlb` sets or switches off."""
     return tuple(each for kind in KINDS for each in kind.adapted)
 
 

@@ -21,11 +21,11 @@ def ranks_of_heads(a: Any) -> int:
 
 
 REFUSED: Rules = {
-    "FP8 and FP4 have not been tried in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
+    "FP8 and FP4 are untested in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
         lambda a: has_linear_layers(a) and (a.fp8 or a.fp4)
     ),
-    "--mtp-num-layers with --experimental-attention-variant or --hybrid-layer-pattern fails in upstream, or has not "
-    "been tried; leave it out": lambda a: has_linear_layers(a) and a.mtp_num_layers,
+    "--mtp-num-layers with --experimental-attention-variant or --hybrid-layer-pattern fails in upstream, or is "
+    "untested; leave it out": lambda a: has_linear_layers(a) and a.mtp_num_layers,
 }
 """Of all linear layers."""
 DIFFERS: Rules = {
