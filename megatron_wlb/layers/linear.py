@@ -38,6 +38,8 @@ DIFFERS: Rules = {
 class LinearLayer(Part):
     title: str
     """In messages."""
+    taken = "scans go at the rate of memory, and nothing overlaps the exchange of their heads"
+    """For granted."""
 
     def has_user_buffers(self, a: Any) -> bool:
         return not has_linear_layers(a)

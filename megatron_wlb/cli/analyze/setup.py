@@ -155,11 +155,7 @@ class Setup:
         self.job, self.tried = self._best(job.packing)
         a, stated = run.arguments, run.launched.stated
         model, half = job.model, job.crossover_tokens
-        if model.has_mixers:
-            self.notes.append(
-                f"Assumed of {layers.LINEAR}: scans go at the rate of memory, and nothing overlaps "
-                "the exchange of their heads. The time of such layers has not been compared with a measured one."
-            )
+        self.notes += layers.assumed(model)
         if model.attention_layers < model.num_layers and job.context_length < half:
             share = job.context_length / (job.context_length + half)
             self.notes.append(
