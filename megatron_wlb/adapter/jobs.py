@@ -26,17 +26,7 @@ def check(args: Namespace) -> None:
     if (spec := getattr(args, "spec", None)) is not None:
         _check_spec(*spec, of_stack=bool(getattr(args, "hybrid_layer_pattern", None)))
     run = Description.of(args).without_memory()  # memory and the split of layers are checked later
-    a, policy = run.arguments, run.packing
-    if getattr(args, "sft", False) and policy.delays:
-        raise ValueError(
-            f"--wlb: --wlb-packing {policy} moves documents by the windows that they fill, and rows of --sft fill "
-            "them in part; give adaptive or megatron"
-        )
-    if policy.delays and getattr(args, "phase_transition_iterations", None):
-        raise ValueError(
-            f"--wlb: --wlb-packing {policy} lets documents wait, and --phase-transition-iterations begins with other "
-            "data; give adaptive or megatron"
-        )
+    a = run.arguments
     windows = a.global_batch_size or max(1, (a.world_size or 1) // a.model_parallel_size)
     try:
         if (sizes := batch_sizes(args)) and run.settings.micro_batches != "auto":

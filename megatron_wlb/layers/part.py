@@ -23,6 +23,11 @@ class Adaptation(NamedTuple):
     """What is lost with what is switched off; "" if neither results nor speed are."""
 
 
+def ends_documents(a: Any) -> Any:
+    """Whether a run without `--wlb` tells its layers where documents end."""
+    return a.dataloader_inter_document_masking or a.sft
+
+
 def without(*names: str) -> dict[str, Any]:
     """Return values that switch arguments off."""
     return dict.fromkeys(names, False)

@@ -205,7 +205,7 @@ class Setup:
     def delayed(self) -> Job | None:
         """The job with a delay; None if it has one already, or another policy, or rows of --sft."""
         packing = self.job.packing.delayed(DELAY)
-        if packing is None or self.data.begins:
+        if packing is None or self.data.has_rows:
             return None
         with contextlib.suppress(ValueError):  # memory may not hold it
             return self._best(packing)[0]
@@ -250,7 +250,7 @@ class Setup:
         job = alone(job or self.job, a, cp_sharding="per-sequence" if crosses else "per-document")
         overlap = bool(self.run.launched.stated.get("overlap_p2p_comm_warmup_flush"))
         job = replace(job, overlap_transfers=overlap)
-        return Scheme(job, self.samples, crosses, a.micro_batch_size, a.sft)
+        return Scheme(job, self.samples, crosses, a.micro_batch_size, self.data.has_rows)
 
     def flags(self) -> str:
         """Return the flags to add to a command: --wlb, what it needs beside it, and flags of it that were given."""
