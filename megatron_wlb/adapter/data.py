@@ -134,7 +134,8 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
     is_last: bool
     padded: bool
     """Do layers take a mask of rows that are padding?"""
-    linear: bool
+    in_order: bool
+    """Do layers take rows in the order of documents?"""
     encode: Encoding
     """Of the attention backend."""
     attention_windows: Sequence[int | None]
@@ -144,7 +145,7 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
         tokens = labels = loss_mask = origin = positions = None
-        metadata = ShardMetadata.build(plan.shards, self.cp_rank, self.encode, self.attention_windows, self.linear)
+        metadata = ShardMetadata.build(plan.shards, self.cp_rank, self.encode, self.attention_windows, self.in_order)
         if self.is_first or self.is_last:
             parts = self._read(plan)
             if self.order is not None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0, training
 
-from megatron_wlb import __version__, files
+from megatron_wlb import __version__, files, layers
 from megatron_wlb.adapter import forecast
 from megatron_wlb.adapter.clock import Clock
 from megatron_wlb.adapter.digest import digest_line, reduced
@@ -88,8 +88,8 @@ class Report:
             f"{job.crossover_tokens} tokens, CP sharding {job.sharding.cp_sharding}"
             f"{' of latents' * (job.cp_exchange == 'latents')}"
         )
-        if job.model.has_mixers:
-            self._say("scans of linear layers are planned at the rate of memory, which is assumed")
+        for line in layers.assumed(job.model):
+            self._say(line)
         if self._tried:
             why = untimed(job)
             assumed = f" (assumed to follow work, since {why})" * bool(why)

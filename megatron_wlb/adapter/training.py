@@ -35,7 +35,6 @@ from megatron_wlb.adapter.sources import datasets
 from megatron_wlb.adapter.sources.source import SPLITS, SplitData, empty, evaluates
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.adapter.upstream.tracker import whole_tracker
-from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import spans
@@ -186,7 +185,7 @@ class Training:
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
             padded=any(kind.padded for kind in self._kinds),
-            linear=has_linear_layers(args),
+            in_order=any(kind.in_order for kind in self._kinds),
             encode=self.attention.backend.encode,
             attention_windows=self._job.model.windows,
             order=self._order,

@@ -86,13 +86,16 @@ def recomputed(
     return sorted(found, key=lambda each: each.time)
 
 
-def time_per_work(job: Job, unit: Job, samples: Samples, first_sample: int) -> float:
+def time_per_work(job: Job, unit: Job, samples: Samples, first_sample: int, size: int = 1) -> float:
     """Return the predicted time of the first steps, per work of `unit` on all ranks.
 
-    So jobs compare whose work counts otherwise, or that have other data-parallel ranks.
+    So jobs compare whose work counts otherwise, or that have other data-parallel ranks. Megatron alone has `size`
+    windows per micro-batch.
     """
     few = _scaled(job)
-    return _measured(few, samples, first_sample, unit=unit)[0] * few.global_batch_size / job.global_batch_size
+    return (
+        _measured(few, samples, first_sample, unit=unit, size=size)[0] * few.global_batch_size / job.global_batch_size
+    )
 
 
 def steps_left(job: Job, samples: Samples, first_sample: int) -> int:
@@ -108,7 +111,9 @@ def _scaled(job: Job) -> Job:
     return replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
 
 
-def _measured(job: Job, samples: Samples, first_sample: int, unit: Job | None = None) -> tuple[float, float]:
+def _measured(
+    job: Job, samples: Samples, first_sample: int, *, unit: Job | None = None, size: int = 1
+) -> tuple[float, float]:
     """Return the time of steps per work (of `unit`, or the job itself), and the mean delay of their tokens in steps.
 
     Time is simulated, in us, or the work of `step_cost` if `untimed`.
@@ -128,7 +133,7 @@ def _measured(job: Job, samples: Samples, first_sample: int, unit: Job | None = 
         if untimed(job):
             time += step_cost(packing, job)
         else:
-            time += simulate_step(job, shard_step(job, packing.lengths, packing.ranks)).time
+            time += simulate_step(job, shard_step(job, packing.lengths, packing.ranks, size=size)).time
         work += float((unit or job).work(lengths).sum())
         tokens += float(lengths.sum())
         late += float((np.maximum(step.step - packing.documents["arrival"], 0) * lengths).sum())

@@ -17,6 +17,7 @@ from megatron_wlb.hardware.profile import Profile, generations, gpu_of, load_pro
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan import metrics
+from megatron_wlb.plan.alone import best_size
 from megatron_wlb.plan.micro_batches import ALIKE
 from megatron_wlb.simulate.published import FLAGS, Errors, errors_like
 from megatron_wlb.simulate.step import TIME_SHARES, SimulatedStep, breakdown, imbalances
@@ -302,21 +303,13 @@ class Others(NamedTuple):
 
 
 def at_its_best(own: Scheme, budget_bytes: float, steps: Steps) -> tuple[Scheme, float]:
-    """Return Megatron at its best micro-batch size whose activations fit, and its speed-up over its own size.
+    """Return Megatron at its best micro-batch size whose activations fit, and its speed-up over its own size."""
 
-    A size is left once the next smaller or larger one is not clearly faster.
-    """
-    others = own.other_sizes(budget_bytes)
-    if not any(others):
-        return own, 1.0
-    best = of_own = measure(own, steps)
-    for schemes in others:
-        for scheme in schemes:
-            found = measure(scheme, steps)
-            if found.us_per_token * (1 + ALIKE) > best.us_per_token:
-                break
-            best = found
-    return best.scheme, of_own.us_per_token / best.us_per_token
+    def time(size: int) -> float:
+        return measure(own._replace(micro_batch_size=size), steps).us_per_token
+
+    size, faster = best_size(own.job, own.micro_batch_size, budget_bytes, time)
+    return own._replace(micro_batch_size=size), faster
 
 
 def sources(schemes: Schemes[Measured]) -> dict[str, float]:
