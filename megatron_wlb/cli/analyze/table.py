@@ -239,7 +239,6 @@ def facts(report: Report) -> list[str]:
         errors=_errors_of(profile.get("error")),
         fp8_attention=setup.run.arguments.fp8_dot_product_attention,
         precision="bf16" if job.profile.gain(job.precision, "mlp") == (1, 0) else job.precision,
-        delays=not schemes.ours.scheme.same_steps,
         warm_up=WARM_UP,
         ep_wait=[f"{percent(each, 'ep_wait'):.1f} %" for each in (schemes.thd, schemes.ours)],
         over_device=any(each.activation_gib > job.profile.memory_gib for each in schemes),
