@@ -67,7 +67,7 @@ def exposed_share(job: Job, tokens: np.ndarray) -> np.ndarray:
 
 
 def overlap_adds(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the time that overlapping tensor-parallel communication adds to a layer of a kind, us, forward and backward.
+    """Return the time that overlap of tensor-parallel communication adds to a layer, us, forward and backward.
 
     A further tile starts all kernels once more, with last waves half empty. Outputs and gradients of inputs are copied
     together.

@@ -50,7 +50,7 @@ SOURCES = {
 """Where a gain comes from, and the fields of `Breakdown` that it saves. A ring calls attention's kernel for the keys of
 every rank; other micro-batches compute at other rates."""
 RING = ("exchange", "attention")
-"""Of these, those of Megatron's ring, if there are context-parallel ranks."""
+"""Sources that are Megatron's ring, if there are context-parallel ranks."""
 
 
 class Steps(NamedTuple):
