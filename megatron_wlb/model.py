@@ -297,10 +297,10 @@ class ModelShape:
     @property
     def token_weights(self) -> int:
         """Weights that multiply a token in a layer, with its scan and a share of those outside."""
-        ahead = self.mtp_num_layers
-        beside = (1 + ahead) * self.vocabulary_weights + ahead * self.joining_weights
+        depths = self.mtp_num_layers
+        beside = (1 + depths) * self.vocabulary_weights + depths * self.joining_weights
         scan = self._mean({kind: mixer.scan if (mixer := self.mixer_of(kind)) else 0 for kind in self.kinds})
-        return self.layer_weights + scan + beside // (self.num_layers + ahead)
+        return self.layer_weights + scan + beside // (self.num_layers + depths)
 
     @property
     def joining_weights(self) -> int:

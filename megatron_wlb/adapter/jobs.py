@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from megatron_wlb import layers
 from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.megatron import Description, bytes_of, parallel_of
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
 from megatron_wlb.job import Job
-from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.simulate.memory import DEVICE_SHARE, GRADIENT_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES
@@ -26,17 +26,7 @@ def check(args: Namespace) -> None:
     if (spec := getattr(args, "spec", None)) is not None:
         _check_spec(*spec, of_stack=bool(getattr(args, "hybrid_layer_pattern", None)))
     run = Description.of(args).without_memory()  # memory and the split of layers are checked later
-    a, policy = run.arguments, run.packing
-    if getattr(args, "sft", False) and policy.delays:
-        raise ValueError(
-            f"--wlb: --wlb-packing {policy} moves documents by the windows that they fill, and rows of --sft fill "
-            "them in part; give adaptive or megatron"
-        )
-    if policy.delays and getattr(args, "phase_transition_iterations", None):
-        raise ValueError(
-            f"--wlb: --wlb-packing {policy} lets documents wait, and --phase-transition-iterations begins with other "
-            "data; give adaptive or megatron"
-        )
+    a = run.arguments
     windows = a.global_batch_size or max(1, (a.world_size or 1) // a.model_parallel_size)
     try:
         if (sizes := batch_sizes(args)) and run.settings.micro_batches != "auto":
@@ -153,16 +143,15 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
     """Return bytes on the fullest rank by upstream's formula, and the run's dtypes; None without a formula."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-    # The formula covers Adam and attention only.
-    if args.optimizer != "adam" or has_linear_layers(args):
+    if args.optimizer != "adam" or not layers.in_formula(args):
         return None
     # The distributed optimizer shards over context-parallel ranks, too. The formula splits layers evenly, so give every
     # stage as many layers as the fullest stage has. Pass a copy, since the formula sets defaults.
     a = MegatronArguments.of(vars(args))
     parallel, (gradient, optimizer) = parallel_of(a), bytes_of(a)
     ranks, stages = args.data_parallel_size * args.context_parallel_size, parallel.pp
-    layers = parallel.split.layers(args.num_layers, stages, parallel.vpp)
-    told = {"data_parallel_size": ranks, "num_layers": stages * int(layers.sum(axis=1).max())}
+    split = parallel.split.layers(args.num_layers, stages, parallel.vpp)
+    told = {"data_parallel_size": ranks, "num_layers": stages * int(split.sum(axis=1).max())}
     if isinstance(args.moe_layer_freq, list):
         told["moe_layer_freq"] = np.resize(args.moe_layer_freq, told["num_layers"]).tolist()
     whole = float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | told)))

@@ -38,7 +38,7 @@ class Plans:
         if "train" in splits:
             self._jobs["train"] = jobs.jobs_by_step(args, job, args.iteration)
         self._planners: dict[str, Planner] = {}
-        self._asked: dict[str, Comparison] = {}
+        self._pending: dict[str, RankCheck] = {}
         """The next step of a split."""
         self._first_state: Any = None
         self.first_step: int = args.iteration
@@ -48,7 +48,7 @@ class Plans:
         self._same = _code() | {f"{split} data": data.identity for split, data in splits.items()}
         self._same |= {"--wlb-digest": int(args.wlb_digest)}
         self._same |= {f"{split} loss mask": 2 * self._reads(split) + self._weighs(split) for split in splits}
-        self._same |= {f"{split} micro-batch size": readings[split].windows or 0 for split in splits}
+        self._same |= {f"{split} micro-batch size": readings[split].samples_per_micro_batch or 0 for split in splits}
         """Digests of values that must be the same on all ranks in every step, by their names in words."""
 
     def planner(self, split: str, first_step: int) -> Planner:
@@ -123,19 +123,19 @@ class Plans:
         plan = planner.get(step)
         if split == "train":
             self.last_step = step
-        asked = self._asked.pop(split, None)
+        pending = self._pending.pop(split, None)
         reads = self._reads(split)
-        if asked is None or asked.step != step:  # the first, or one that is replayed
+        if pending is None or pending.step != step:  # the first, or one that is replayed
             same, counted = self._same | plan.digests, plan.counted if reads else None
-            Comparison(split, step, same, plan.own_digest, None, device).check()  # that all ranks count
-            asked = Comparison(split, step, same, plan.own_digest, counted, device)
-        counts = asked.check()
+            RankCheck(split, step, same, plan.own_digest, None, device).check()  # that all ranks count
+            pending = RankCheck(split, step, same, plan.own_digest, counted, device)
+        counts = pending.check()
         try:
-            ahead = planner.get(step + 1)
-            told = self._same | ahead.digests, ahead.own_digest, ahead.counted if reads else None
+            following = planner.get(step + 1)
+            sent = self._same | following.digests, following.own_digest, following.counted if reads else None
         except RuntimeError:  # raised again when that step begins
-            told = dict.fromkeys(self._same | plan.digests, 0), 0, plan.counted if reads else None
-        self._asked[split] = Comparison(split, step + 1, *told, device)
+            sent = dict.fromkeys(self._same | plan.digests, 0), 0, plan.counted if reads else None
+        self._pending[split] = RankCheck(split, step + 1, *sent, device)
         return plan, counts if reads else plan.counted
 
     def trained(self, iteration: int) -> StepPlan:
@@ -224,7 +224,7 @@ class Plans:
 
 def _slots(packed: PackedStep, reading: Reading) -> Sequence[np.ndarray]:
     """Return the DOCUMENT rows of every sample of a step; of every micro-batch if they run in other steps."""
-    if reading.windows is None:
+    if reading.samples_per_micro_batch is None:
         return [packed.batch.micro_batch(i) for i in range(len(packed.batch))]
     sample = packed.drawn["index"] // reading.context_length - packed.first
     last = int(sample.max(initial=-1))
@@ -261,7 +261,7 @@ def _code() -> dict[str, int]:
     }
 
 
-class Comparison:
+class RankCheck:
     """Whether all ranks plan a step in the same way.
 
     It is sent when it is made, and `check` waits for the result. A step runs between, so that no rank waits. The check
@@ -284,19 +284,19 @@ class Comparison:
         self._size = len(same) + mpu.get_data_parallel_world_size()
         counts = np.empty(0, np.int64) if counted is None else counted.ravel()
         # Reduced by the largest: a digest and its negative, which tell if any two differ, and the counts.
-        told = torch.full((2 * self._size + len(counts),), -1 << 63, dtype=torch.int64)
-        digests = told[: 2 * self._size].view(2, -1)
+        sent = torch.full((2 * self._size + len(counts),), -1 << 63, dtype=torch.int64)
+        digests = sent[: 2 * self._size].view(2, -1)
         digests[0, : len(same)] = torch.tensor([*same.values()])
         digests[0, self._own] = own_digest
         digests[1, : len(same)], digests[1, self._own] = -digests[0, : len(same)], -digests[0, self._own]
-        told[2 * self._size :] = torch.from_numpy(counts)
+        sent[2 * self._size :] = torch.from_numpy(counts)
         if device.type == "cuda":
-            told = told.pin_memory().to(device, non_blocking=True)
-        work = torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, async_op=True)
-        self._told, self._wait = told, work.wait
+            sent = sent.pin_memory().to(device, non_blocking=True)
+        work = torch.distributed.all_reduce(sent, op=torch.distributed.ReduceOp.MAX, async_op=True)
+        self._sent, self._wait = sent, work.wait
         if device.type == "cuda":
             work.wait()  # the stream waits, not the host
-            self._told = torch.empty_like(told, device="cpu", pin_memory=True).copy_(told, non_blocking=True)
+            self._sent = torch.empty_like(sent, device="cpu", pin_memory=True).copy_(sent, non_blocking=True)
             done = torch.cuda.current_stream().record_event()
             self._wait = lambda: done.query() or done.synchronize()
 
@@ -306,9 +306,9 @@ class Comparison:
         Raises RuntimeError on every rank if any two plan differently, with the differences.
         """
         self._wait()
-        largest, least = self._told[: 2 * self._size].view(2, -1)
+        largest, least = self._sent[: 2 * self._size].view(2, -1)
         if torch.equal(largest, -least):
-            return None if self._shape is None else self._told[2 * self._size :].view(self._shape).numpy()
+            return None if self._shape is None else self._sent[2 * self._size :].view(self._shape).numpy()
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, (self._own, self._same, self._own_digest))
         for rank, (place, parts, digest) in enumerate(ranks):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0, training
 
-from megatron_wlb import __version__, files
+from megatron_wlb import __version__, files, layers
 from megatron_wlb.adapter import forecast
 from megatron_wlb.adapter.clock import Clock
 from megatron_wlb.adapter.digest import digest_line, reduced
@@ -88,8 +88,8 @@ class Report:
             f"{job.crossover_tokens} tokens, CP sharding {job.sharding.cp_sharding}"
             f"{' of latents' * (job.cp_exchange == 'latents')}"
         )
-        if job.model.has_mixers:
-            self._say("scans of linear layers are planned at the rate of memory, which is assumed")
+        for line in layers.assumed(job.model):
+            self._say(line)
         if self._tried:
             why = untimed(job)
             assumed = f" (assumed to follow work, since {why})" * bool(why)
@@ -103,7 +103,7 @@ class Report:
             self._forecast = functools.partial(forecast.tell, job, described, before, data)
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         self._say(
-            "activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
+            "activations by stage, predicted peak with as many micro-batches of S_max tokens as a rank can hold: "
             f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         )
         other = job.profile.differences(

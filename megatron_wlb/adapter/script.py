@@ -154,7 +154,7 @@ def _parsing(original: Any, given: set[str], said: list[str]) -> Any:
 
 
 def _settle(args: Namespace, given: set[str], said: list[str]) -> None:
-    """Set the arguments that `--wlb` needs, check the rest, and put lines on both in front of `said`."""
+    """Set the arguments that `--wlb` needs, check the rest, and put the lines on changes in front of `said`."""
     from megatron_wlb.adapter import jobs
 
     if upstream().passes_functions:

@@ -26,7 +26,7 @@ from megatron_wlb.cli.common import integer, write_json, writer
 from megatron_wlb.cli.profile import relative_error
 from megatron_wlb.cli.run_log import MOST_DIFFERENCES, OTHER, Line, Log, differences, read, read_step_log
 from megatron_wlb.describe.arguments import short
-from megatron_wlb.hardware.profile import alike
+from megatron_wlb.hardware.profile import same_device
 from megatron_wlb.simulate.step import TIME_SHARES
 
 FORMAT = "megatron-wlb-comparison"
@@ -207,7 +207,7 @@ def predicted(name: str, skip: int) -> tuple[list[tuple[str, ...]], list[str], d
     if len(told) < 2:
         raise ValueError(f"{name} has {len(told)} predicted steps after --skip {skip}; {remedy}")
     profile, device = told[0].job.profile, told[0].device
-    if not alike(profile.device, device):
+    if not same_device(profile.device, device):
         raise ValueError(
             f"{name} ran on {device or 'another device'}, and profile {profile.name} is of {profile.device}; {remedy}"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_wlb import files, layers
+from megatron_wlb.cli.data import DATA, check_log
 from megatron_wlb.cli.judge import Judged, judge
 from megatron_wlb.cli.launch import Launched, read_command, read_flags, read_log
 from megatron_wlb.describe.arguments import MegatronArguments, short
@@ -25,8 +26,6 @@ TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
 _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 """Models by patterns in the names of their tokenizers."""
-DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
-"""Arguments that name the data."""
 
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
@@ -133,11 +132,8 @@ def run_of(args: argparse.Namespace) -> Run:
     if stated.get("step_batch_size_schedule") and "global_batch_size" not in typed:
         raise ValueError("--step-batch-size-schedule has steps of several sizes; give the --global-batch-size of one")
     arguments = MegatronArguments.of(stated)
-    if launched.is_log and arguments.sft and not (typed.keys() & DATA and "tokenizer_model" in typed):
-        raise ValueError(
-            "the log is of --sft, and for safety, conversations and tokenizers named only in a log are not read; "
-            "give --data-path and --tokenizer-model beside it"
-        )
+    if launched.is_log:
+        check_log(arguments, typed)
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
     judged = judge(launched, arguments, model=args.model, approximate=args.approximate)

@@ -59,7 +59,7 @@ SWITCHES = {*(resources.files("megatron_wlb.cli") / "switches.txt").read_text().
 LISTS = marked(LIST) | {name for name, row in rows(Read) if row.kind == tuple[str, ...] | None}
 """Arguments whose flags take several values."""
 _OTHER_MODELS = {
-    "is_hybrid_model": "pretrain_mamba.py of a former release",
+    "is_hybrid_model": "pretrain_mamba.py of an older release",
     **dict.fromkeys(("model_parallel_size", "checkpoint_activations"), "a release before 2023"),
     **dict.fromkeys(("activations_checkpoint_method", "activations_checkpoint_granularity"), "a release before 2023"),
     "deepspeed": "DeepSpeed",

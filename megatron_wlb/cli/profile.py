@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_wlb.runtime import measure
 
     model = model_of(MegatronArguments.of({"num_layers": 1} | read_flags(args.flags).stated), args.model)
-    if model.has_mixers:
+    if layers.assumed(model):
         raise ValueError(f"{layers.LINEAR} are not measured; give the sizes of other layers alone")
     target = measure.target_of(model, args.device, args.backend, args.dtype)
     chosen = shapes(LONGEST_TOKENS[target.device][args.quick])

@@ -127,7 +127,7 @@ def _sees_right(value: Any) -> bool:
 
 _UNSUPPORTED = Refused("is not supported; leave it out")
 _OTHER_DATA = Refused("is not supported; pre-train on .bin/.idx datasets (--data-path)")
-_FORMER = Refused("is of a former release; give --hybrid-layer-pattern")
+_FORMER = Refused("belongs to an older release; give --hybrid-layer-pattern")
 _SCALES = Differs("scales of FP8 and FP4 are of other micro-batches, as with another --micro-batch-size")
 _Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Ranks = Annotated[int, Meta(ge=1, le=1 << 17)]

@@ -18,9 +18,9 @@ class PlanSettings(Settings):
 
     micro_batches: int | Literal["auto"] = setting(
         "auto",
-        "M: micro-batches of a step over all data-parallel ranks, for the same tokens per step; more of them empty the "
-        "pipeline's bubble, fewer make delay needless. auto: with adaptive packing as many as are predicted to take "
-        "least time for the first documents of the run, else --global-batch-size.",
+        "M: micro-batches of a step over all data-parallel ranks, for the same tokens per step; more of them shrink "
+        "the pipeline's bubble, fewer are easier to balance. auto: with adaptive packing as many as are predicted to "
+        "take least time for the first documents of the run, else --global-batch-size.",
         parse=integer_or_auto,
         word="auto",
         least=1,
@@ -66,9 +66,9 @@ class RunSettings(Settings):
     )
     sft_skip: tuple[str, ...] | None = setting(
         None,
-        "Rows of --sft to leave out, and count, as in long,broken. long: conversations longer than --seq-length, else "
-        "cut off there, as upstream does. broken: rows that are no conversations, or have no token to train, at which "
-        "the run stops otherwise.",
+        "Rows of --sft to skip; their number is printed: long, broken, or long,broken. long: conversations longer than "
+        "--seq-length, else cut off there, as upstream does. broken: rows that are no conversations, or have no "
+        "token to train, at which the run stops otherwise.",
         parse=lambda text: tuple(text.split(",")),
     )
     mock_lengths: str | None = setting(

@@ -230,7 +230,7 @@ class Profile:
         """Return how a run's device or precision is not of this profile, with the remedy; "" if it is."""
         if self.counts_pairs:
             return ""
-        if not alike(self.device, device):
+        if not same_device(self.device, device):
             run = gpu_of(device or "")
             remedy = f"take {GPUS[run]}" if run else "measure it by megatron-wlb profile"
             return f"Profile {self.name} is of {self.device}, and the run's device is {device}: {remedy}."
@@ -278,7 +278,7 @@ def gpu_of(device: str) -> str | None:
     return found[1] if found else None
 
 
-def alike(one: str | None, other: str | None) -> bool:
+def same_device(one: str | None, other: str | None) -> bool:
     """Whether two names, as torch has them, may be of one kind of device; None is unknown."""
     kinds = {name and (gpu_of(name) or name) for name in (one, other)}
     return None in kinds or len(kinds) == 1

@@ -1,4 +1,4 @@
-"""Layer kinds and parts of layers, a file each: their arguments of Megatron's, memory and time.
+"""Layer kinds and parts of layers, a file each: Megatron's arguments for it, its memory and its time.
 
 `adapter.layers` has the replacements in upstream for them.
 """
@@ -9,7 +9,7 @@ from megatron_wlb.layers.attention import Attention
 from megatron_wlb.layers.delta_net import DeltaNet
 from megatron_wlb.layers.experts import Experts
 from megatron_wlb.layers.latent import LatentAttention
-from megatron_wlb.layers.linear import DIFFERS, REFUSED, LinearLayer
+from megatron_wlb.layers.linear import DIFFERS, REFUSED, LinearLayer, has_linear_layers
 from megatron_wlb.layers.mamba import Mamba
 from megatron_wlb.layers.mlp import Mlp
 from megatron_wlb.layers.part import Adaptation, Part, Rules
@@ -41,13 +41,26 @@ def parts_of(model: ModelShape, kind: str) -> list[Part]:
     return [part_of(model, letter) for letter in model.parts_of(kind)]
 
 
+def assumed(model: ModelShape) -> list[str]:
+    """Return sentences on layers of a model whose time was never measured."""
+    if not model.has_mixers:
+        return []
+    measured = "The time of such layers has not been compared with a measured one."
+    return [f"Assumed of {LINEAR}: {LinearLayer.taken}. {measured}"]
+
+
+def in_formula(a: Any) -> bool:
+    """Whether upstream's formula for memory covers all layers: those with attention."""
+    return not has_linear_layers(a)
+
+
 def refused() -> Rules:
     """Return the rules by which `--wlb` refuses arguments of any kind."""
     return REFUSED | {text: holds for kind in KINDS for text, holds in kind.refused.items()}
 
 
 def adapted() -> tuple[Adaptation, ...]:
-    """Return the arguments of any kind that `--wlb` sets or switches off."""
+    """Return the adaptations of all kinds: arguments that `--wlb` sets or switches off."""
     return tuple(each for kind in KINDS for each in kind.adapted)
 
 

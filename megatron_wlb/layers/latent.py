@@ -17,7 +17,7 @@ _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "
 class LatentAttention(Attention):
     exchanges = ("shared", "latents")
     refused: ClassVar[Rules] = {
-        "--hybrid-layer-pattern with --multi-latent-attention has not been tried; leave one of them out": lambda a: (
+        "--hybrid-layer-pattern with --multi-latent-attention is untested; leave one of them out": lambda a: (
             a.hybrid_layer_pattern and a.multi_latent_attention
         ),
         (

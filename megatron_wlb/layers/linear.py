@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job
-from megatron_wlb.layers.part import Part, Rules, Tensor, layer_input_bytes, mask_bytes
+from megatron_wlb.layers.part import Part, Rules, Tensor, ends_documents, layer_input_bytes, mask_bytes
 from megatron_wlb.model import Mixer
 
 
@@ -21,16 +21,16 @@ def ranks_of_heads(a: Any) -> int:
 
 
 REFUSED: Rules = {
-    "FP8 and FP4 have not been tried in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
+    "FP8 and FP4 are untested in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
         lambda a: has_linear_layers(a) and (a.fp8 or a.fp4)
     ),
-    "--mtp-num-layers with --experimental-attention-variant or --hybrid-layer-pattern fails in upstream, or has not "
-    "been tried; leave it out": lambda a: has_linear_layers(a) and a.mtp_num_layers,
+    "--mtp-num-layers with --experimental-attention-variant or --hybrid-layer-pattern fails in upstream, or is "
+    "untested; leave it out": lambda a: has_linear_layers(a) and a.mtp_num_layers,
 }
 """Of all linear layers."""
 DIFFERS: Rules = {
     "states of linear layers end with the document, and without --wlb they do not here": lambda a: (
-        has_linear_layers(a) and not (a.dataloader_inter_document_masking or a.sft)
+        has_linear_layers(a) and not ends_documents(a)
     ),
 }
 
@@ -38,6 +38,8 @@ DIFFERS: Rules = {
 class LinearLayer(Part):
     title: str
     """In messages."""
+    taken = "scans run at the rate of memory, and no computation overlaps the exchange of their heads"
+    """For granted."""
 
     def has_user_buffers(self, a: Any) -> bool:
         return not has_linear_layers(a)

@@ -23,6 +23,11 @@ class Adaptation(NamedTuple):
     """The loss in results or speed; "" if none."""
 
 
+def ends_documents(a: Any) -> Any:
+    """Whether a run without `--wlb` tells its layers where documents end."""
+    return a.dataloader_inter_document_masking or a.sft
+
+
 def without(*names: str) -> dict[str, Any]:
     """Return values that switch arguments off."""
     return dict.fromkeys(names, False)

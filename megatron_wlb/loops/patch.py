@@ -22,8 +22,8 @@ def replaced(module: str, name: str, parameters: str, make: Callable[[Any], Any]
     present = " ".join(inspect.signature(original).parameters) if original else "is missing"
     if not original or present != parameters:
         raise RuntimeError(
-            f"{module}.{name} is not as this megatron_wlb knows it ({present}, not {parameters}); take the version in "
-            "docs/integrations.md, or a newer megatron_wlb"
+            f"{module}.{name} is not the function that megatron_wlb expects ({present}, not {parameters}); take the "
+            "version in docs/integrations.md, or a newer megatron_wlb"
         )
     ours = functools.wraps(original)(make(original))
     _exchange(name, original, ours)

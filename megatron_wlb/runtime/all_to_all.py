@@ -95,7 +95,7 @@ def seen_sums(
     return total
 
 
-class Sum:
+class GradientSum:
     """Sums dK and dV over the parts of their rows."""
 
     def __init__(self, dk: Tensor, dv: Tensor) -> None:
@@ -124,11 +124,11 @@ class Sum:
                 local.copy_(values)
 
 
-class Leaving:
+class GradientExchange:
     """Sends dK and dV of a round to the ranks that hold the rows."""
 
     def __init__(
-        self, dkv: Tensor, total: Sum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
+        self, dkv: Tensor, total: GradientSum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
     ) -> None:
         """`dkv`: result of `attend_backward`; sent in `dtype`, by default its own."""
         self._total, self._rows, self._back = total, part.sent_rows, None

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wlb.documents import Keys
-from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, gradient_group, parts_at_once, split_keys
+from megatron_wlb.runtime.all_to_all import (
+    GradientExchange,
+    GradientSum,
+    begin,
+    finish,
+    gradient_group,
+    parts_at_once,
+    split_keys,
+)
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 from megatron_wlb.runtime.spans import span
@@ -138,19 +146,19 @@ class _ContextParallelAttention(torch.autograd.Function):
             return dq, *of_keys, dsink, None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys_and_values(kv, q.shape[-1]))
         lse = by_round(parts, lses)
-        sums: dict[slice, Sum] = {}
+        sums: dict[slice, GradientSum] = {}
         for part in parts:
             if part.of is Keys.OWN:
                 dq[part.rows].zero_()
-            sums.setdefault(part.rows, Sum(dk[part.rows], dv[part.rows])).left += 1
-        leaving: list[Leaving] = []
+            sums.setdefault(part.rows, GradientSum(dk[part.rows], dv[part.rows])).left += 1
+        leaving: list[GradientExchange] = []
         exchanged = sum(bool(part.sent) for part in parts)
         beside = gradient_group(group) if group is not None and exchanged > 2 else group
         for i in order:
             part = parts[i]
             rows = part.rows
             leaving.append(
-                Leaving(
+                GradientExchange(
                     # No variables: they would keep these through the next round.
                     attend_backward(dout[rows], q[rows], next(arriving), out[rows], lse[i], dq[rows], part, options),
                     sums[rows],

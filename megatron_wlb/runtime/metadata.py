@@ -117,11 +117,11 @@ class ShardMetadata:
         cp_rank: int,
         encode: Encoding,
         windows: Sequence[int | None] = (None,),
-        linear: bool = False,
+        in_order: bool = False,
     ) -> Self:
         """Return the metadata of rank `cp_rank` of `plan`, on the host, for `encode` and layers of these windows.
 
-        `linear`: with `packed`.
+        `in_order`: with `packed`.
 
         O(rows of the micro-batch). Raises ValueError for a rank that the plan does not have.
         """
@@ -157,7 +157,7 @@ class ShardMetadata:
                     calls=tuple(calls),
                 )
             )
-        if linear:
+        if in_order:
             arrays += _packed_order(plan)
         packed = np.concatenate(tables)
         return cls(

@@ -143,7 +143,8 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
 
     It holds recomputed tensors, and gradients. On top comes the largest of three phases: (1) a kernel with received K
     and V and with dK and dV in fp32, (2) dK and dV being sent, cast before they are concatenated unless sent in fp32,
-    (3) those that come back, cast again. If exchanged latents are kept: K and V expanded again, and dK and dV uncast.
+    (3) those that come back, cast again. If exchanged latents are kept: K and V expanded again, and dK and dV before
+    their cast.
 
     Assumes one stage, half of the rank's rows per call, and FlashAttention-2 kernels, which hold dQ in fp32, and dK and
     dV for every query head.

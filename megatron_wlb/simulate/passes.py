@@ -295,7 +295,7 @@ def _attention(job: Job, shards: Sequence[ShardPlan], window: int | None) -> tup
     if job.cp_exchange == "ring":
         calls, packed = np.full_like(calls, job.parallel.cp), np.array([len(plan.lengths) > 1 for plan in shards])
         sums = ring_sums(job, rows, packed)
-        # Upstream's ring has no windows, and documents apart only per document.
+        # Upstream's ring has no windows, and intra-document attention only per document.
         if window is None and all(plan.strategy == "per-document" or len(plan.lengths) == 1 for plan in shards):
             each = (ring_counts(plan.lengths, job.parallel.cp, kernels[0].tile_rows) for plan in shards)
             tiles = [np.array(found) for found in zip(*each, strict=True)]

@@ -239,7 +239,7 @@ def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
     config = SimpleNamespace(tokenizer=SimpleNamespace(eod=254), eod_mask_loss=False)
     dataset = SimpleNamespace(dataset=IndexedDataset(prefix, mmap=False), config=config, _pad_token_id=-1)
     text = TextOfWindows(cut, dataset)
-    reading = data.Reading(split="train", texts=[text], context_length=50, windows=1, vocabulary=256)
+    reading = data.Reading(split="train", texts=[text], context_length=50, samples_per_micro_batch=1, vocabulary=256)
     first, eighth = cut.pieces(np.arange(5))[[0, 7]]
     assert reading.rows(first, 0, 10)[0][0].tolist() == tokens[:10].tolist()
     with pytest.raises(ValueError, match="token 999 near place 4 of document 7 of dataset 0 of the train blend is not"):

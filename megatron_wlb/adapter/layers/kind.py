@@ -28,6 +28,8 @@ class Kind:
 
     padded: ClassVar[bool] = False
     """Whether its layers take a mask of rows that are padding."""
+    in_order: ClassVar[bool] = False
+    """Whether its layers take rows in the order of documents (`ShardMetadata.packed`)."""
     groups: ClassVar[tuple[str, ...]] = ()
     """Process groups whose collectives a step calls for its layers, by upstream's names."""
 

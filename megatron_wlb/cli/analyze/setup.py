@@ -114,11 +114,7 @@ class Setup:
         self.job, self.tried = self._best(job.packing)
         a, stated = run.arguments, run.launched.stated
         model, half = job.model, job.crossover_tokens
-        if model.has_mixers:
-            self.notes.append(
-                f"Assumed of {layers.LINEAR}: scans run at the rate of memory, and no computation overlaps "
-                "the exchange of their heads. The time of such layers has not been compared with a measured one."
-            )
+        self.notes += layers.assumed(model)
         if model.attention_layers < model.num_layers and job.context_length < half:
             share = job.context_length / (job.context_length + half)
             self.notes.append(
@@ -168,7 +164,7 @@ class Setup:
     def delayed(self) -> Job | None:
         """The job with a delay; None if it has one already, or another policy, or rows of --sft."""
         packing = self.job.packing.delayed(DELAY)
-        if packing is None or self.data.begins:
+        if packing is None or self.data.has_rows:
             return None
         with contextlib.suppress(ValueError):  # memory may not hold it
             return self._best(packing)[0]
@@ -213,7 +209,7 @@ class Setup:
         job = alone(job or self.job, a, cp_sharding="per-sequence" if crosses else "per-document")
         overlap = bool(self.run.launched.stated.get("overlap_p2p_comm_warmup_flush"))
         job = replace(job, overlap_transfers=overlap)
-        return Scheme(job, self.samples, crosses, a.micro_batch_size, a.sft)
+        return Scheme(job, self.samples, crosses, a.micro_batch_size, self.data.has_rows)
 
     def flags(self) -> str:
         """Return the flags to add to a command: --wlb, the flags that it needs, and its flags that were given."""
