@@ -143,7 +143,7 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
     """Return bytes on the fullest rank by upstream's formula, and the run's dtypes; None without a formula."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-    if args.optimizer != "adam" or not layers.in_formula(args):
+    if args.optimizer != "adam" or not layers.in_formula(args) or args.wlb_frozen:
         return None
     # The distributed optimizer shards over context-parallel ranks, too. The formula splits layers evenly, so give every
     # stage as many layers as the fullest stage has. Pass a copy, since the formula sets defaults.

@@ -58,7 +58,7 @@ REFUSED = {
     f"--full-validation --multiple-validation-sets {VPP2}": "--multiple-validation-sets with virtual stages",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention",
-    "--spec tests.adapter.specs DOUBTFUL": "the layer is DoubtfulAttention, not Megatron's DotProductAttention",
+    "--spec tests.adapter.specs DOUBTFUL": "the layer's is DoubtfulAttention, not Megatron's DotProductAttention",
     "--hybrid-layer-pattern M* --spec tests.adapter.specs doubtful_layer": "--spec names no Mamba layers, and",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
     "--wlb-max-tokens 128": "is 128; it must be from 256, the context window",
@@ -88,7 +88,7 @@ def test_a_hybrid_stack_with_a_core_attention_of_its_own_is_refused():
     stack = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
     check_stack(stack)
     doubtful = replace(stack, submodules=replace(stack.submodules, attention_layer=DOUBTFUL))
-    with pytest.raises(ValueError, match="the layer is DoubtfulAttention, not Megatron's DotProductAttention; leave"):
+    with pytest.raises(ValueError, match="the layer's is DoubtfulAttention, not Megatron's DotProductAttention; leave"):
         check_stack(doubtful)
 
 
@@ -255,11 +255,12 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     """By upstream's own formula: 18 bytes a parameter, of which the distributed optimizer shares 12; Adam's only. Other
     dtypes are in proportion."""
 
-    def held(*flags, optimizer="adam"):
+    def held(*flags, optimizer="adam", frozen=False):
         args = parse("--expert-tensor-parallel-size", "1", "--optimizer", optimizer, *flags)
         args.kv_channels, args.ffn_hidden_size, args.padded_vocab_size = 16, 256, 512
         args.data_parallel_size = args.context_parallel_size = 2
         args.virtual_pipeline_model_parallel_size, args.world_size = None, 4 * args.pipeline_model_parallel_size
+        args.wlb_frozen = frozen
         return jobs.weight_and_optimizer_bytes(args)
 
     whole = held()
@@ -270,7 +271,7 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     halves = "--main-grads-dtype", "bf16", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp8"
     assert held(*divided, *halves) == whole * (2 + 2 + 5 / 4) / 18
     assert held(*divided, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5") == whole * (6 + 6 / 4) / 18
-    assert held(optimizer="sgd") is held("--use-distributed-optimizer", optimizer="muon") is None
+    assert held(optimizer="sgd") is held("--use-distributed-optimizer", optimizer="muon") is held(frozen=True) is None
     pipeline = "--pipeline-model-parallel-size", "2", "--num-layers"
     uneven = held(*pipeline, "4", "--decoder-last-pipeline-num-layers", "1")
     assert uneven == held(*pipeline, "6") > held(*pipeline, "4")
@@ -380,7 +381,7 @@ def test_analyze_leaves_activations_as_much_as_training_does(flags, parse):
     size += f"--global-batch-size 8 --bf16 {flags}"
     args = parse("--expert-tensor-parallel-size", "1", "--optimizer", "adam", *size.split())
     args.world_size, args.data_parallel_size, args.padded_vocab_size, args.kv_channels = 8, 4, 32000, 128
-    args.virtual_pipeline_model_parallel_size = None
+    args.virtual_pipeline_model_parallel_size, args.wlb_frozen = None, False
     held = jobs.weight_and_optimizer_bytes(args)
     of_analyze = run(f"-- torchrun --nproc-per-node 8 pretrain_gpt.py {size}").on_device().budget
     assert DEVICE_SHARE * 80 * 2**30 - of_analyze == pytest.approx(held, rel=0.02)

@@ -44,9 +44,13 @@ SOURCES = {
     "balance": TIME_SHARES["waiting"],
     "exchange": TIME_SHARES["exchange"],
     "pipeline": TIME_SHARES["bubble"],
-    "micro-batches": TIME_SHARES["busy"],
+    "attention": ("attention",),
+    "micro-batches": tuple(part for part in TIME_SHARES["busy"] if part != "attention"),
 }
-"""Where a gain comes from, and the fields of `Breakdown` that it saves; other micro-batches compute at other rates."""
+"""Where a gain comes from, and the fields of `Breakdown` that it saves. A ring calls attention's kernel for the keys of
+every rank; other micro-batches compute at other rates."""
+RING = ("exchange", "attention")
+"""Of these, those of Megatron's ring, if there are context-parallel ranks."""
 
 
 class Steps(NamedTuple):

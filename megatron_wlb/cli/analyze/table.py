@@ -15,6 +15,7 @@ from megatron_wlb.cli.analyze.report import (
     CLOSE,
     HALF_THE_NETWORK,
     KERNELS_OF,
+    RING,
     Faster,
     Measured,
     Ratio,
@@ -166,8 +167,8 @@ def _sources(report: Report) -> str:
     found = sources(report.schemes)
     shown = sorted((name for name in found if abs(found[name]) >= 0.5), key=lambda name: -abs(found[name]))
     text = f"Where it comes from: {', '.join(f'{name} {found[name]:+.0f} %' for name in shown)}."
-    if found["exchange"] > 50 * whole > 0:
-        text += " Most of it is the exchange of Megatron's ring, not balance, and no run has confirmed it."
+    if report.setup.job.parallel.cp > 1 and sum(found[name] for name in RING) > 50 * whole > 0:
+        text += " Most of it is Megatron's ring, its exchange and its calls, not balance, and no run has confirmed it."
     return text
 
 
