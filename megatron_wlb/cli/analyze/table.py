@@ -213,7 +213,7 @@ def _across(report: Report) -> Iterator[str]:
 
 def _tokens(report: Report) -> str:
     """Return which tokens steps train with --wlb, compared with Megatron's."""
-    if report.setup.job.packing.delays:
+    if not report.schemes.ours.scheme.same_steps:
         return f"Tokens run {report.schemes.ours.late_steps:.2f} steps late on average."
     return "Both train the same tokens every step."
 
@@ -240,7 +240,6 @@ def facts(report: Report) -> list[str]:
         errors=_errors_of(profile.get("error")),
         fp8_attention=setup.run.arguments.fp8_dot_product_attention,
         precision="bf16" if job.profile.gain(job.precision, "mlp") == (1, 0) else job.precision,
-        delays=job.packing.delays,
         warm_up=WARM_UP,
         ep_wait=[f"{percent(each, 'ep_wait'):.1f} %" for each in (schemes.thd, schemes.ours)],
         over_device=any(each.activation_gib > job.profile.memory_gib for each in schemes),
