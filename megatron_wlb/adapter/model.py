@@ -25,7 +25,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     """Carries a micro-batch's shard through upstream's layers and recomputation."""
 
     wlb: ShardMetadata | None = None
-    ahead: Iterator[Any] | None = None
+    depth_inputs: Iterator[Any] | None = None
     """Iterator of `layers.mtp.rolled`, for a stage with MTP layers."""
 
     def __post_init__(self) -> None:
@@ -37,7 +37,10 @@ class WlbPackedSeqParams(PackedSeqParams):
 def configure(model: Any, *, options: AttentionOptions, context_length: int) -> Any:
     """Build WLB attention (with `options`) and positions into the config `model`."""
     if hasattr(model, "hybrid_stack_spec"):
-        model.hybrid_stack_spec = _stack_spec(model.hybrid_stack_spec, model.transformer, options)
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # from 0.18 on
+
+        given = hybrid_stack_spec if model.hybrid_stack_spec is None else model.hybrid_stack_spec
+        model.hybrid_stack_spec = layers.adapt_stack(given, model.transformer, options)
     else:
         model.transformer_layer_spec = partial(_layer_spec, given=model.transformer_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
@@ -67,20 +70,6 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options
             layers.adapt(layer, transformer, options)
     if config.transformer_impl == "local":
         spec.layer_norm = TorchNorm
-    return spec
-
-
-def _stack_spec(given: Any, config: Any, options: AttentionOptions) -> Any:
-    """Return the spec of a hybrid stack, of --spec (`given`) or upstream's, with our layers."""
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # from 0.18 on
-
-    spec = copy.copy(hybrid_stack_spec if given is None else given)
-    layers.check_stack(spec)
-    spec.submodules = copy.copy(spec.submodules)
-    for name in layers.STACK:
-        layer = copy.deepcopy(getattr(spec.submodules, name))
-        layers.adapt_mixer(layer, config, options, linear=True)
-        setattr(spec.submodules, name, layer)
     return spec
 
 
@@ -123,7 +112,7 @@ def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
 
 
 def _rotate_by_position(embeddings: list[Any], max_positions: int, rows_only: bool = False) -> None:
-    """Make rotary embeddings, all alike, look up positions instead of rows.
+    """Make rotary embeddings, all equal, look up positions instead of rows.
 
     Upstream passes the result of `get_rotary_seq_len` to `forward`. A row is [1, 1, D], or [1, D] with `rows_only`:
     layers with their own drop the batch dimension.

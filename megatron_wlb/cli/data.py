@@ -6,8 +6,9 @@ import math
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from megatron_wlb.plan.dataset import read_lengths, suspicious_layout
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import Part, Rows, Samples, blended, windows
 
+DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
+"""Arguments that name the data."""
 DEFAULT_SPLIT, MOCK_SPLIT = "969,30,1", "1,1,1"
 """Megatron's defaults; no flag changes the split of mock data."""
 SURPLUS = 0.005
@@ -37,17 +40,22 @@ class Data:
     """Of the datasets; None: by their size."""
     has_validation: bool
     remarks: list[str] = field(default_factory=list)
-    """What is strange in the files, and what upstream makes of conversations."""
+    """Oddities of the files, and upstream's padding of conversations."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether every sample is a row of its own, which upstream pads to a window."""
+        return bool(self.begins)
 
     def samples(self, seed: int, context_length: int, num_samples: int) -> Samples:
-        """Return the samples of a run of `num_samples` in the order of training; after the last they begin anew.
+        """Return the samples of a run of `num_samples` in the order of training; after the last they start over.
 
         Sizes and blend are upstream's, shuffles another generator's. Raises ValueError for a blend without weights and
         a dataset of less than a window in it, which upstream refuses.
         """
 
         def part(i: int, count: int | None) -> Part:
-            if not self.begins:
+            if not self.has_rows:
                 return windows(self.lengths[i], context_length, seed=seed, num_samples=count)
             rows, size = np.arange(len(self.begins[i]) - 1), context_length
             sizes = {"context_length": size, "num_samples": count or len(rows)}
@@ -58,7 +66,7 @@ class Data:
             return Samples(parts=[only], context_length=context_length, order=lambda places: places % len(only))
         if self.weights is None:
             named = zip(self.prefixes, self.lengths, strict=True)
-            if few := next((p for p, each in named if not self.begins and each.sum() <= context_length), None):
+            if few := next((p for p, each in named if not self.has_rows and each.sum() <= context_length), None):
                 raise ValueError(f"{few} fills no window of {context_length} tokens; give the blend weights")
             parts = [part(i, None) for i in range(len(self.lengths))]
             weights, size = [float(len(each)) for each in parts], min(num_samples, sum(map(len, parts)))
@@ -116,6 +124,15 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
     )
 
 
+def check_log(a: MegatronArguments, typed: Mapping[str, Any]) -> None:
+    """Raise ValueError for data that a log alone names, and that cost more than lengths: conversations."""
+    if a.sft and not (typed.keys() & DATA and "tokenizer_model" in typed):
+        raise ValueError(
+            "the log is of --sft, and for safety, conversations and tokenizers named only in a log are not read; "
+            "give --data-path and --tokenizer-model beside it"
+        )
+
+
 def names_of(a: MegatronArguments) -> list[str]:
     """Return the names of the datasets, or files of conversations, that are trained. Raises ValueError for none."""
     return _blend(_blend_words(a)[0])[0]
@@ -132,7 +149,7 @@ def _mock(seed: int, drawn: str | None) -> tuple[str, np.ndarray]:
 def _conversations(
     path: str, a: MegatronArguments, remarks: list[str], settings: RunSettings
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of each conversation, and the first of each row; remarks what upstream pads."""
+    """Return the tokens of each conversation, and the first of each row; remarks on upstream's padding."""
     from megatron_wlb.adapter.sources import conversations
 
     assert a.seq_length is not None

@@ -10,33 +10,30 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_wlb import files, layers
+from megatron_wlb.cli.data import DATA, check_log
 from megatron_wlb.cli.judge import Judged, judge
 from megatron_wlb.cli.launch import Launched, read_command, read_flags, read_log
 from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import Description, precision_of
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
-from megatron_wlb.job import Job
 from megatron_wlb.model import MODELS
-from megatron_wlb.simulate.memory import DEVICE_SHARE
 from megatron_wlb.simulate.recompute import ways
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
 _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 """Models by patterns in the names of their tokenizers."""
-DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
-"""Arguments that name the data."""
 
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
     """Add arguments that say more of a run than its flags (which win) and its command."""
-    parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
+    parser.add_argument("log", nargs="?", metavar="LOG", help="output of a run; - for standard input")
     parser.add_argument(
-        "--approximate", action="store_true", help="estimate without what is not simulated, such as another attention"
+        "--approximate", action="store_true", help="skip features that are not simulated, such as another attention"
     )
     parser.add_argument(
-        "--gpu", type=_gpu, metavar="NAME", help=f"the run's device: {', '.join(GPUS)}; default: that of the profile"
+        "--gpu", type=_gpu, metavar="NAME", help=f"the run's device: {', '.join(GPUS)}; default: the profile's"
     )
     add_model_flag(parser)
 
@@ -61,18 +58,13 @@ class Run(Description):
     launched: Launched
     judged: Judged
     notes: list[str]
-    """Sentences on what was assumed."""
+    """Sentences on assumptions."""
     misfit: str
     """How the run's device or precision is not of the profile, or "" if it is."""
     assumes_device: bool
-    """Nothing names the device."""
+    """Neither --gpu nor --wlb-profile names the device."""
     trains_mock_data: bool
     """Whether the run itself trains mock data, whatever data it is analysed with."""
-
-    def budget_bytes(self, job: Job) -> float | None:
-        """Return what GPUs of the profile have left for activations in a job's layout; None: it cannot tell."""
-        held = self.held_bytes(job)
-        return None if held is None else DEVICE_SHARE * job.profile.memory_gib * 2**30 - held
 
     def on_device(self) -> Self:
         """Return the run with the memory that training would know, by which it chooses; notes if it is not known."""
@@ -82,8 +74,8 @@ class Run(Description):
         job = free.job()
         if (budget := free.budget_bytes(job)) is None:
             self.notes.append(
-                "Neither --wlb-max-tokens auto nor micro-batches of several windows are tried: what weights and "
-                "optimizer leave of the memory is not known. Give --wlb-memory-budget."
+                "Neither --wlb-max-tokens auto nor micro-batches of several windows are tried: the memory "
+                "that weights and optimizer leave is not known. Give --wlb-memory-budget."
             )
             return free
         known = replace(self, budget=budget)
@@ -133,11 +125,8 @@ def run_of(args: argparse.Namespace) -> Run:
     if stated.get("step_batch_size_schedule") and "global_batch_size" not in typed:
         raise ValueError("--step-batch-size-schedule has steps of several sizes; give the --global-batch-size of one")
     arguments = MegatronArguments.of(stated)
-    if launched.is_log and arguments.sft and not (typed.keys() & DATA and "tokenizer_model" in typed):
-        raise ValueError(
-            "the log is of --sft, and a log, which anybody may have sent, neither reads conversations nor fetches a "
-            "tokenizer; give --data-path and --tokenizer-model beside it"
-        )
+    if launched.is_log:
+        check_log(arguments, typed)
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
     judged = judge(launched, arguments, model=args.model, approximate=args.approximate)
@@ -184,7 +173,7 @@ def _settled(
     """Return the arguments with missing ones filled in; assumes sequence parallelism.
 
     `by_upstream`: with Megatron's own global batch, which may be smaller than a pipeline needs. `by_flags`: with a
-    distributed optimizer and an output layer of its own, which nobody types here.
+    distributed optimizer and an output layer of its own, which short commands leave out.
     """
     ranks = a.model_parallel_size
     changes: dict[str, Any] = {"sequence_parallel": True}
@@ -205,7 +194,7 @@ def _settled(
         count = stages * max(1, (a.world_size or ranks) // ranks) * a.micro_batch_size
         changes["global_batch_size"] = count
         how = f"{'PP x ' * (not by_upstream)}DP{' x --micro-batch-size' * (a.micro_batch_size > 1)}"
-        notes.append(f"Assumed: {count} context windows a step, {how} (no --global-batch-size).")
+        notes.append(f"Assumed: {count} context windows per step, {how} (no --global-batch-size).")
     if model is None and a.vocab_size is None and a.padded_vocab_size is None:
         changes["vocab_size"] = vocabulary(a, notes)
     if model is None and not a.group_query_attention and (a.num_query_groups or 1) > 1:

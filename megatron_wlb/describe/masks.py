@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wlb.describe.refusals import Lenient
+from megatron_wlb.layers.part import ends_documents
 
 
 def masks_documents(args: Namespace | Mapping[str, Any]) -> bool:
@@ -15,7 +16,7 @@ def masks_documents(args: Namespace | Mapping[str, Any]) -> bool:
     local layers, which runs in bf16 and fp16, and by their sliding windows, which have a mask of their own.
     """
     a = Lenient(**(args if isinstance(args, Mapping) else vars(args)))
-    if a.dataloader_inter_document_masking or a.sft:
+    if ends_documents(a):
         return True
     made = a.reset_attention_mask and a.create_attention_mask_in_dataloader is not False
     fused = (a.bf16 or a.fp16) and a.masked_softmax_fusion is not False

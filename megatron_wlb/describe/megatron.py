@@ -13,7 +13,7 @@ from megatron_wlb.job import NUM_TILES, Job, Packing, Parallel, Recompute, Shard
 from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
-from megatron_wlb.simulate.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, held_bytes
+from megatron_wlb.simulate.memory import DEVICE_SHARE, GRADIENT_BYTES, OPTIMIZER_BYTES, held_bytes
 
 TILE_ROWS = 16384
 """Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger ones
@@ -54,14 +54,14 @@ class Description:
         )
 
     def without_memory(self) -> Self:
-        """Return what holds where memory is not known yet."""
+        """Return the description where memory is not known yet."""
         longest = None if self.settings.max_tokens == "auto" else self.settings.max_tokens
         return replace(self, settings=replace(self.settings, memory_budget=None, max_tokens=longest), budget=None)
 
     def held_bytes(self, job: Job) -> float | None:
         """Return bytes of weights, gradients and optimizer on the fullest GPU in a job's layout; None: it cannot tell.
 
-        Known of Adam alone, as by upstream's formula (`adapter.jobs.weight_and_optimizer_bytes`).
+        Known of Adam and of layers with attention alone, as by upstream's formula.
         """
         a, model = self.arguments, job.model
         if a.optimizer != "adam" or has_linear_layers(a) or not model.is_whole:
@@ -70,6 +70,11 @@ class Description:
         gradient, optimizer = bytes_of(a)
         of = held_bytes(job, divided=a.use_distributed_optimizer, tied=tied, gradient=gradient, optimizer=optimizer)
         return float(of.max())
+
+    def budget_bytes(self, job: Job, gib: float | None = None) -> float | None:
+        """Return the bytes that GPUs of `gib`, or of the profile, have for activations in a job's layout; None: as above."""
+        held = self.held_bytes(job)
+        return None if held is None else DEVICE_SHARE * (gib or job.profile.memory_gib) * 2**30 - held
 
     def job(self, **given: Any) -> Job:
         """Build the job; `given`, of `make_job`, takes precedence. Raises ValueError for contradictions."""
@@ -106,7 +111,7 @@ class Description:
 
 
 def bytes_of(a: MegatronArguments) -> tuple[float, float]:
-    """Return bytes per parameter of gradients, and of what Adam keeps on a GPU: its states, and main parameters.
+    """Return bytes per parameter of gradients, and of Adam's states and main parameters on a GPU.
 
     By upstream's `validate_args`, `OptimizerConfig` and `HybridDeviceOptimizer`, and by TransformerEngine's FusedAdam,
     which of fp32 parameters keeps the 16 bits that bf16 weights lack. Other recipes of FP8 have theirs in Megatron.
@@ -128,7 +133,7 @@ def _bytes(dtype: str) -> int:
 
 
 def has_graphs(a: Any) -> bool:
-    """Whether CUDA graphs replay what arguments train."""
+    """Whether CUDA graphs replay the layers."""
     return a.cuda_graph_impl not in (None, "none") or a.enable_cuda_graph or a.external_cuda_graph
 
 

@@ -4,22 +4,16 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_wlb import layers
+from megatron_wlb import layers, packing
+from megatron_wlb.describe import data
 from megatron_wlb.describe.arguments import ARGUMENTS, Refused, flag_of, rows
-from megatron_wlb.packing import policy_of
 
 RULES: layers.Rules = {
     **layers.refused(),
     "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets": lambda a: (
         a.multiple_validation_sets and not a.full_validation
     ),
-    "--wlb-sft-skip has no effect without --sft; give both, or neither": lambda a: (
-        a.wlb_sft_skip is not None and not a.sft
-    ),
-    "--mock-data with --sft: --wlb has no mock conversations; leave one of them out": lambda a: a.mock_data and a.sft,
-    "--wlb-mock-lengths has no effect without --mock-data; give both, or neither": lambda a: (
-        a.wlb_mock_lengths is not None and not a.mock_data
-    ),
+    **data.REFUSED,
     (
         "with two pipeline ranks and virtual stages the next rank is also the previous one, and messages of one batch "
         "would be mixed up; leave --no-overlap-p2p-communication out"
@@ -31,10 +25,7 @@ RULES: layers.Rules = {
     "--apply-layernorm-1p is not supported with --transformer-impl local; leave one of them out": lambda a: (
         a.transformer_impl == "local" and a.layernorm_zero_centered_gamma
     ),
-    (
-        "--save and --load to object storage are not supported with delay, what waits is a file beside the checkpoint; "
-        "give a folder"
-    ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)) and policy_of(a.wlb_packing).delays,
+    **packing.REFUSED,
 }
 """Messages, and whether arguments `a` are refused; a missing one is None."""
 

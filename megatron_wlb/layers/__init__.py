@@ -1,6 +1,6 @@
-"""Layer kinds and parts of layers, a file each: what one needs of Megatron's arguments, of memory and of time.
+"""Layer kinds and parts of layers, a file each: Megatron's arguments for it, its memory and its time.
 
-`adapter.layers` has what training replaces in upstream for them.
+`adapter.layers` has the replacements in upstream for them.
 """
 
 from typing import Any
@@ -41,13 +41,21 @@ def parts_of(model: ModelShape, kind: str) -> list[Part]:
     return [part_of(model, letter) for letter in model.parts_of(kind)]
 
 
+def assumed(model: ModelShape) -> list[str]:
+    """Return sentences on layers of a model whose time was never measured."""
+    if not model.has_mixers:
+        return []
+    measured = "The time of such layers has not been compared with a measured one."
+    return [f"Assumed of {LINEAR}: {LinearLayer.taken}. {measured}"]
+
+
 def refused() -> Rules:
-    """Return what `--wlb` cannot serve of any kind."""
+    """Return the rules by which `--wlb` refuses arguments of any kind."""
     return REFUSED | {text: holds for kind in KINDS for text, holds in kind.refused.items()}
 
 
 def adapted() -> tuple[Adaptation, ...]:
-    """Return what `--wlb` sets of the arguments of any kind, or switches off."""
+    """Return the adaptations of all kinds: arguments that `--wlb` sets or switches off."""
     return tuple(each for kind in KINDS for each in kind.adapted)
 
 

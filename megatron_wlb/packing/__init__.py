@@ -1,6 +1,7 @@
 """Packing policies: which documents run in a step, and in which micro-batch."""
 
 from megatron_wlb.job import Packing
+from megatron_wlb.layers.part import Rules
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.packing.paper import PaperPacking
@@ -18,3 +19,20 @@ def policy_of(text: str | None) -> Packing:
         return POLICIES[name].of(parameter)
     except ValueError as error:
         raise ValueError(f"--wlb-packing {text}: {error}") from error
+
+
+REFUSED: Rules = {
+    (
+        "--save and --load to object storage are not supported with delay, whose state is a file beside a checkpoint; "
+        "give a folder"
+    ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)) and policy_of(a.wlb_packing).delays,
+    (
+        "--wlb-packing with a delay lets documents wait, and --phase-transition-iterations begins with other data; "
+        "give adaptive or megatron"
+    ): lambda a: a.phase_transition_iterations and policy_of(a.wlb_packing).delays,
+}
+"""Uses of a delay that `--wlb` refuses, by Megatron's arguments."""
+DIFFERS: Rules = {
+    "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: policy_of(a.wlb_packing).delays,
+}
+"""How a delay makes steps differ from those without `--wlb`."""

@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartLayout:
-    """What a round exchanges and computes."""
+    """The exchange and the computation of a round."""
 
     of: Round
     rows: slice
@@ -67,8 +67,8 @@ class Part(PartLayout):
 class PackedOrder(NamedTuple):
     """Where layers whose state runs along a document find its rows.
 
-    An all-to-all gives such a layer all S rows of the micro-batch for some of its heads: those of the first rank, then
-    those of the next.
+    An all-to-all gives such a layer all S rows of the micro-batch for some of its heads: the first rank's rows, then
+    the next rank's.
     """
 
     from_ranks: Tensor
@@ -106,8 +106,8 @@ class ShardMetadata:
     orders: Mapping[int | None, tuple[int, ...]]
     """By the window of a layer: which of `layouts` it runs, in order."""
     sizes: tuple[int, ...]
-    """Of the int64 arrays that begin `integers`: positions, then four for every `Part`, then those of `packed`, if any;
-    then the int32 tables."""
+    """Of the int64 arrays that begin `integers`: positions, then four for every `Part`, then arrays of `packed`, if
+    any; then the int32 tables."""
     integers: Tensor
 
     @classmethod
@@ -117,11 +117,11 @@ class ShardMetadata:
         cp_rank: int,
         encode: Encoding,
         windows: Sequence[int | None] = (None,),
-        linear: bool = False,
+        in_order: bool = False,
     ) -> Self:
         """Return the metadata of rank `cp_rank` of `plan`, on the host, for `encode` and layers of these windows.
 
-        `linear`: with `packed`.
+        `in_order`: with `packed`.
 
         O(rows of the micro-batch). Raises ValueError for a rank that the plan does not have.
         """
@@ -157,7 +157,7 @@ class ShardMetadata:
                     calls=tuple(calls),
                 )
             )
-        if linear:
+        if in_order:
             arrays += _packed_order(plan)
         packed = np.concatenate(tables)
         return cls(

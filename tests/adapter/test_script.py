@@ -134,7 +134,7 @@ def test_the_health_check_of_images():
         ([OURS, "--wlb", *MODEL, *CPU, "--data-path", "no\n\x1b[31mwhere"], r"file no  \[31mwhere.idx does not"),
         (
             [OURS, "--wlb", *MODEL, *CPU, *"--mock-data --spec tests.adapter.specs doubtful_layer".split()],
-            "pretrain_gpt.py: error: --wlb .* the layer is DoubtfulAttention, not Megatron's DotProductAttention;",
+            "pretrain_gpt.py: error: --wlb .* the layer's is DoubtfulAttention, not Megatron's DotProductAttention;",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_wlb.adapter.upstream import scripts
 from megatron_wlb.adapter.upstream.versions import upstream
-from megatron_wlb.describe.megatron import has_linear_layers
+from megatron_wlb.layers.linear import has_linear_layers
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 

@@ -6,7 +6,8 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_wlb.describe import adapt, masks, refusals, same
+from megatron_wlb import packing
+from megatron_wlb.describe import adapt, data, masks, refusals, same
 from megatron_wlb.describe.arguments import ARGUMENTS, Refused, flag_of, rows
 from megatron_wlb.describe.refusals import check
 from megatron_wlb.layers import delta_net, experts, latent, linear, mamba
@@ -74,7 +75,7 @@ ROWS = [
     (LINEAR | {"linear_num_key_heads": 6, "context_parallel_size": 4}, "--linear-num-key-heads .*give fewer ranks"),
     (LINEAR | {"context_parallel_size": 32}, "--linear-num-key-heads .*give fewer ranks"),
     (LINEAR | {"linear_cp_mode": "chunkwise"}, "--linear-cp-mode chunkwise .*give headwise"),
-    (LINEAR | {"fp8": "hybrid"}, "FP8 and FP4 have not been tried .*out"),
+    (LINEAR | {"fp8": "hybrid"}, "FP8 and FP4 are untested .*out"),
     (LINEAR | {"deterministic_mode": True}, "--deterministic-mode has no gated delta nets .*leave it out"),
     (LINEAR | {"swiglu": False}, "no activation but SiLU.*; give --swiglu"),
     ({"hybrid_layer_pattern": "MG*-"}, "no activation but SiLU.*; give --swiglu"),
@@ -85,7 +86,7 @@ ROWS = [
     ({"hybrid_layer_pattern": "M", "hidden_size": 96, "context_parallel_size": 2}, "--mamba-num-heads .*fewer"),
     ({"hybrid_layer_pattern": "M+-"}, r"--hybrid-layer-pattern M\+- has latent .*give one of M, G"),
     ({"hybrid_layer_pattern": "M*-/*"}, "or MTP layers .*give one of M, G"),
-    ({"hybrid_layer_pattern": "M*"} | LATENT, "--multi-latent-attention has not been tried; leave one"),
+    ({"hybrid_layer_pattern": "M*"} | LATENT, "--multi-latent-attention is untested; leave one"),
     ({"hybrid_layer_pattern": "M*", "use_mamba_mem_eff_path": False}, "--disable-mamba-mem-eff-path .*leave it"),
     ({"log_interval": 0}, "--log-interval is 0, .*; give 1 or more"),
     ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
@@ -94,6 +95,8 @@ ROWS = [
     ({"wlb_mock_lengths": "F2"}, "--wlb-mock-lengths has no effect without --mock-data; give both"),
     ({"save": "msc://bucket/run", "wlb_packing": "paper"}, "to object storage are not supported with delay"),
     ({"load": "msc://bucket/run", "wlb_packing": "adaptive:20"}, "to object storage are not supported with delay"),
+    ({"phase_transition_iterations": [5], "wlb_packing": "paper"}, "--phase-transition-iterations begins with other"),
+    ({"sft": True, "wlb_packing": "paper"}, "rows of --sft fill them in part; give adaptive or megatron"),
 ]
 """Arguments that a row of the table or a rule refuses, and what is said; `SERVED` are those beside them."""
 
@@ -115,7 +118,9 @@ def test_every_row_and_every_rule_refuses_once_and_serves_once():
     assert not [message for message in refusals.RULES if message not in said]
 
 
-@pytest.mark.parametrize("module", [adapt, masks, refusals, same, delta_net, experts, latent, linear, mamba])
+@pytest.mark.parametrize(
+    "module", [adapt, data, masks, packing, refusals, same, delta_net, experts, latent, linear, mamba]
+)
 def test_rules_name_arguments_of_the_table(module):
     tree = ast.parse(inspect.getsource(module))
     named = {

@@ -25,7 +25,7 @@ def test_rows_and_positions_follow_the_plan(sharding, cp):
     position = torch.cat([torch.arange(n) for n in LENGTHS])
     of_ranks = torch.cat([local_rows(plan, rank) for rank in range(cp)])
     for rank, rows in enumerate(of_ranks.split(184 // cp)):
-        metadata = ShardMetadata.build(plan, rank, varlen, linear=True)
+        metadata = ShardMetadata.build(plan, rank, varlen, in_order=True)
         assert torch.equal(metadata.positions, position[rows]) and metadata.num_rows == 184 // cp
         called = [np.arange(184 // cp)[part.rows][call.rows] for part in metadata.parts for call in part.calls]
         assert np.concatenate(called).tolist() == [*range(184 // cp)]
@@ -35,7 +35,7 @@ def test_rows_and_positions_follow_the_plan(sharding, cp):
     assert packed.cu_seqlens.tolist() == [0, *np.cumsum(LENGTHS)]
     assert packed.documents().tolist() == [np.repeat(np.arange(len(LENGTHS)), LENGTHS).tolist()]
     assert ShardMetadata.build(plan, 0, varlen).packed is None
-    alone = ShardMetadata.build(shard(LENGTHS, job()), 0, varlen, linear=True).packed
+    alone = ShardMetadata.build(shard(LENGTHS, job()), 0, varlen, in_order=True).packed
     assert torch.equal(alone.from_ranks, torch.arange(184))  # a single rank has no all-to-all that could order rows
 
 

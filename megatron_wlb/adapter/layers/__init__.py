@@ -1,6 +1,7 @@
-"""Layer kinds in training: what is replaced in upstream for each, a file a kind, named as in `megatron_wlb.layers`."""
+"""Layer kinds in training: replacements in upstream for each, a file per kind, named as in `megatron_wlb.layers`."""
 
 import contextlib
+import copy
 import importlib
 from argparse import Namespace
 from collections.abc import Iterator
@@ -19,8 +20,6 @@ from megatron_wlb.runtime.attention import AttentionOptions
 
 _MIXERS: list[Kind] = [importlib.import_module(f"{__name__}.{name}").KIND for name in MIXERS.values()]
 KINDS: tuple[Kind, ...] = (mtp.KIND, experts.KIND, *_MIXERS, latent.KIND, attention.KIND, overlap.KIND)
-STACK = tuple(kind.stack_layer for kind in KINDS if kind.stack_layer)
-"""Specs of upstream's hybrid stack that are adapted."""
 
 
 def of(args: Namespace) -> list[Kind]:
@@ -28,7 +27,7 @@ def of(args: Namespace) -> list[Kind]:
     return [kind for kind in KINDS if kind.applies(args)]
 
 
-def ahead(
+def depth_inputs(
     batch: Batch, positions: torch.Tensor, weights: torch.Tensor | None, context_length: int
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """Return the tokens further ahead, and their targets, that the layers of a forward pass ask for."""
@@ -46,13 +45,25 @@ def installed(args: Namespace, run: Run) -> Iterator[None]:
 
 def adapt(layer: Any, config: Any, options: AttentionOptions) -> None:
     """Adapt the spec of a layer."""
-    adapt_mixer(layer, config, options, linear=config.experimental_attention_variant is not None)
+    _adapt_mixer(layer, config, options, linear=config.experimental_attention_variant is not None)
     if config.transformer_impl == "local":
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
 
 
-def adapt_mixer(layer: Any, config: Any, options: AttentionOptions, *, linear: bool) -> None:
-    """Adapt what mixes the rows of a layer; `linear`: it may be no attention."""
+def adapt_stack(spec: Any, config: Any, options: AttentionOptions) -> Any:
+    """Return the spec of a hybrid stack with its layers adapted. Raises ValueError as `check_stack`."""
+    check_stack(spec)
+    spec = copy.copy(spec)
+    spec.submodules = copy.copy(spec.submodules)
+    for name in (kind.stack_layer for kind in KINDS if kind.stack_layer):
+        layer = copy.deepcopy(getattr(spec.submodules, name))
+        _adapt_mixer(layer, config, options, linear=True)
+        setattr(spec.submodules, name, layer)
+    return spec
+
+
+def _adapt_mixer(layer: Any, config: Any, options: AttentionOptions, *, linear: bool) -> None:
+    """Adapt the part that mixes the rows of a layer; `linear`: it may be no attention."""
     if linear and any(kind.adapt(layer, config, options) for kind in _MIXERS):
         return
     check_layer(layer)
@@ -83,6 +94,6 @@ def check_layer(layer: Any) -> None:
         )
     if core := foreign_core(layer):
         raise ValueError(
-            f"--wlb has a core attention of its own, and that of the layer is {core}, not Megatron's "
+            f"--wlb has a core attention of its own, and the layer's is {core}, not Megatron's "
             "DotProductAttention; leave --wlb out, or --spec or the flag that names it"
         )

@@ -15,14 +15,15 @@ from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.upstream import scripts
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.layers.experts import dispatches
-from megatron_wlb.layers.linear import has_linear_layers
 
 
 def check(args: Namespace) -> None:
-    """Raise ValueError for what only later versions do not know, or know how to serve."""
+    """Raise ValueError for arguments that later versions have dropped, or that only they serve."""
+    from megatron_wlb.adapter import layers
+
     if args.rampup_batch_size is not None:
         raise ValueError("--wlb: --rampup-batch-size is not planned, megatron-core 0.19 has dropped it; leave it out")
-    if has_linear_layers(args):
+    if any(kind.since > (0, 18) for kind in layers.of(args)):
         raise ValueError("--wlb trains linear layers with megatron-core 0.19 or later; install that, or leave it out")
     if dispatches(args, "flex", "hybridep"):
         raise ValueError(
@@ -58,7 +59,7 @@ def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], A
 
 
 def _scaled(args: Namespace, original: Any) -> Any:
-    """Wrap what scales router losses: with per-token loss, upstream counts tokens of one rank, and divides by all.
+    """Wrap the scale of router losses: with per-token loss, upstream counts tokens of one rank, and divides by all.
 
     A run that asked for it is left as it is.
     """

@@ -15,6 +15,7 @@ from megatron_wlb.cli.analyze.report import (
     CLOSE,
     HALF_THE_NETWORK,
     KERNELS_OF,
+    RING,
     Faster,
     Measured,
     Ratio,
@@ -27,13 +28,13 @@ from megatron_wlb.describe.alternatives import WORTH, gib
 from megatron_wlb.describe.price import in_words as in_words_of_prices
 from megatron_wlb.simulate.step import TIME_SHARES
 
-TITLES = Schemes("Megatron", "Megatron, documents apart", "--wlb")
+TITLES = Schemes("Megatron", "Megatron, intra-document attention", "--wlb")
 """Names of the schemes."""
 SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
-SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
+SHORT = (SPEEDUP, "tokens per second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
 """Titles of the rows to read first."""
 CLEAR = 0.05
-"""Gain from which --wlb is advised: that of a long run can be off by as much."""
+"""Gain from which --wlb is advised: the gain of a long run can be off by as much."""
 NOTHING = 0.5
 """Percentage of a step below which Megatron's GPUs do not wait for each other."""
 MOST_FACTS = 6
@@ -73,9 +74,9 @@ def rows(report: Report) -> list[Row]:
         ("", *TITLES),
         speedups(SPEEDUP, lambda n: f"{n.value:.3f}"),
         speedups("  standard error", lambda n: f"{n.error:.3f}" if n.error else ""),
-        row("micro-batches a step", lambda n: f"{n.scheme.num_micro_batches:,}"),
+        row("micro-batches per step", lambda n: f"{n.scheme.num_micro_batches:,}"),
         row("time per million tokens, s", lambda n: f"{n.us_per_token:.3f}"),
-        row("tokens a second and GPU", lambda n: f"{1e6 / n.us_per_token / gpus:,.0f}"),
+        row("tokens per second and GPU", lambda n: f"{1e6 / n.us_per_token / gpus:,.0f}"),
         *(imbalance(f"{title}: slowest / mean", name) for name, title, size in levels if size > 1),
         row("work: largest / mean", lambda n: f"{n.work_imbalance.mean():.3f}"),
         row("  p95 over steps", lambda n: f"{np.quantile(n.work_imbalance, 0.95):.3f}"),
@@ -108,7 +109,7 @@ def gain(report: Report) -> float:
 
 
 def verdict(report: Report) -> tuple[str, str]:
-    """Return what to do, by the net gain, in words, and "gain", "close" or "loss"."""
+    """Return the advice, by the net gain, in words, and "gain", "close" or "loss"."""
     setup = report.setup
     several = setup.run.budget is None and setup.of_run.micro_batch_size > 1  # of which training may make one
     if gain(report) < 0 and not several:
@@ -121,18 +122,18 @@ def verdict(report: Report) -> tuple[str, str]:
 
 
 def priced(report: Report) -> str:
-    """Return what balance brings, what it costs and what is left, in words; "" if nothing is lost."""
+    """Return the gain of balance, its cost and the net gain, in words; "" if it costs nothing."""
     if not report.prices:
         return ""
     return in_words_of_prices(report.balance, report.speedups.ours.value, report.prices)
 
 
 def sentences(report: Report) -> list[str]:
-    """Return the lines that come first: the number, where it comes from, by what it could be wrong, and the rest."""
+    """Return the lines that come first: the number, its source, its possible errors, and the rest."""
     size = report.schemes.thd.scheme.micro_batch_size
     first = (
         f"{verdict(report)[0]}. {_predicted(report)}: {report.speedups.ours.value:.2f} times as many tokens per second "
-        f"as Megatron at its best (attention inside documents, --micro-batch-size {size})."
+        f"as Megatron at its best (intra-document attention, --micro-batch-size {size})."
     )
     if prices := priced(report):
         first += f" {prices}"
@@ -146,7 +147,7 @@ def sentences(report: Report) -> list[str]:
 
 
 def _predicted(report: Report) -> str:
-    """Return what the number is, and what it stands on that the run does not say."""
+    """Return the kind of the number, and its assumptions that the run does not state."""
     run, profile = report.setup.run, report.setup.job.profile
     left_out = ", ".join(run.judged.left_out)
     words = f"An estimate without {left_out}" if left_out else "Predicted"
@@ -166,8 +167,8 @@ def _sources(report: Report) -> str:
     found = sources(report.schemes)
     shown = sorted((name for name in found if abs(found[name]) >= 0.5), key=lambda name: -abs(found[name]))
     text = f"Where it comes from: {', '.join(f'{name} {found[name]:+.0f} %' for name in shown)}."
-    if found["exchange"] > 50 * whole > 0:
-        text += " Most of it is the exchange of Megatron's ring, not balance, and no run has confirmed it."
+    if report.setup.job.parallel.cp > 1 and sum(found[name] for name in RING) > 50 * whole > 0:
+        text += " Most of it is Megatron's ring, its exchange and its calls, not balance, and no run has confirmed it."
     return text
 
 
@@ -212,7 +213,7 @@ def _across(report: Report) -> Iterator[str]:
 
 def _tokens(report: Report) -> str:
     """Return which tokens steps train with --wlb, compared with Megatron's."""
-    if report.setup.job.packing.delays:
+    if not report.schemes.ours.scheme.same_steps:
         return f"Tokens run {report.schemes.ours.late_steps:.2f} steps late on average."
     return "Both train the same tokens every step."
 
@@ -226,7 +227,7 @@ def _least_and_most(report: Report, what: str | tuple[str, ...] = "", *, thd: bo
 
 
 def facts(report: Report) -> list[str]:
-    """Return sentences on what the numbers go by."""
+    """Return sentences on the basis of the numbers."""
     setup, job, schemes = report.setup, report.setup.job, report.schemes
     profile = origin_of(setup)
     text = render(
@@ -239,7 +240,6 @@ def facts(report: Report) -> list[str]:
         errors=_errors_of(profile.get("error")),
         fp8_attention=setup.run.arguments.fp8_dot_product_attention,
         precision="bf16" if job.profile.gain(job.precision, "mlp") == (1, 0) else job.precision,
-        delays=job.packing.delays,
         warm_up=WARM_UP,
         ep_wait=[f"{percent(each, 'ep_wait'):.1f} %" for each in (schemes.thd, schemes.ours)],
         over_device=any(each.activation_gib > job.profile.memory_gib for each in schemes),
@@ -279,7 +279,7 @@ def in_words(report: Report) -> dict[str, Any]:
     """Return the report as terminal and page show it; the first `MOST_FACTS` facts matter most."""
     setup, every, (first, *rest) = report.setup, rows(report), sentences(report)
     judged, launched = setup.run.judged, setup.run.launched
-    flags = {"Add to the command": setup.flags(), "To pin what auto chose": setup.pins()}
+    flags = {"Add to the command": setup.flags(), "To pin the choices of auto": setup.pins()}
     flags["Take out"] = " ".join(judged.refused)
     advised = gain(report) > 0 and not judged.stops
     run = launched.source if launched.is_log else "flags and command as given"
@@ -304,7 +304,7 @@ def _faster(report: Report) -> Iterator[str]:
     """Yield the recomputation and the layout with which the same GPUs are faster, if by `WORTH`."""
     found: list[tuple[Faster, str, float | None]] = []
     if report.recompute:
-        found.append((report.recompute, report.recompute.job.recompute.flags or "nothing recomputed", None))
+        found.append((report.recompute, report.recompute.job.recompute.flags or "no recomputation", None))
     found += [(each.faster, each.flags, each.megatron) for each in report.layouts[:1]]
     for each, flags, megatron in found:
         if each.gain >= WORTH:
@@ -322,7 +322,7 @@ def _job(report: Report) -> str:
     vpp = f" x VPP {parallel.vpp}" if parallel.vpp > 1 else ""
     return (
         f"{model}, window {job.context_length:,}, {parallel.num_gpus:,} GPUs: TP {parallel.tp} x CP {parallel.cp} x PP "
-        f"{parallel.pp}{vpp} x DP {parallel.dp}, {job.num_micro_batches:,} micro-batches a step. "
+        f"{parallel.pp}{vpp} x DP {parallel.dp}, {job.num_micro_batches:,} micro-batches per step. "
         f"{documents.documents:,} documents, {documents.tokens:,} tokens: median {quantiles['p50']:,}, p99 "
         f"{quantiles['p99']:,}, longest {quantiles['max']:,}."
     )
@@ -349,6 +349,6 @@ def show(words: dict[str, Any], console: Any, *, verdict_only: bool) -> None:
     for fact in words["facts"][:MOST_FACTS]:
         say(f"- {fact}")
     if more := len(words["facts"][MOST_FACTS:]):
-        say(f"- {more} more in what --html and --json write.")
+        say(f"- {more} more in the output of --html and --json.")
     for title, flags in words["flags"]:
         say(f"{title}:\n  {flags}")
