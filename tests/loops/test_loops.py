@@ -317,7 +317,7 @@ def test_the_packs_of_ms_swift_train_every_sequence_as_without(packing, monkeypa
 
     def train():
         weights, model = torch.ones(64, dtype=torch.float64, requires_grad=True), Attends()
-        packs = packing.PackingDataset(Namespace(max_length=512), Rows())
+        packs = packing.PackingDataset(Namespace(max_length=512), Rows(), multiprocessing_context="fork")
         for i in range(len(packs)):
             places, rows = zip(*packs[i], strict=True)
             lengths = torch.tensor([len(row) for row in rows])
