@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.results import Row
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
-from megatron_wlb.plan.metrics import delays, imbalance
+from megatron_wlb.plan.metrics import imbalance
 from megatron_wlb.simulate.step import SimulatedStep, even_time
 
 
@@ -30,9 +30,17 @@ def measure(packing: PackedBatch, step: int, job: Job) -> StepMetrics:
     return StepMetrics(
         tokens=int(lengths.sum()),
         imbalance=imbalance(packing.sums(job.work(lengths))),
-        delays=delays(packing, step),
+        delays=delays_of(packing, step),
         long_tokens=int(lengths[4 * lengths > job.context_length].sum()),
     )
+
+
+def delays_of(packing: PackedBatch, step: int) -> dict[int, int]:
+    """Return tokens of the step by delay in steps; negative if read ahead."""
+    late = step - packing.documents["arrival"]
+    first = int(late.min(initial=0))
+    tokens = np.bincount(late - first, weights=packing.documents["length"])
+    return {first + int(i): int(tokens[i]) for i in np.flatnonzero(tokens)}
 
 
 def summarise(steps: Sequence[StepMetrics], skip: float = 0.1) -> Row:

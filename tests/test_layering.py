@@ -10,6 +10,10 @@ from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
+from tests.features import FEATURES, STAND_IN, files_that_name
+
 ROOT = Path(__file__).parent.parent
 PACKAGE, REHEARSAL = ROOT / "megatron_wlb", ROOT / "megatron_rehearsal"
 
@@ -116,6 +120,14 @@ def test_neither_files_nor_rooms_import_in_a_circle():
                 rooms[room(module)].add(room(imported))
     for graph in (files, rooms):
         TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_few_files_name_a_feature(feature):
+    """Others ask the parts of layers, policies, sources or the job for facts in words of their own."""
+    pattern, most = FEATURES[feature]
+    found = files_that_name(pattern) - {STAND_IN}
+    assert 0 < len(found) <= most, sorted(found)
 
 
 def test_what_is_imported_is_declared_with_a_version():

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_wlb.adapter.data import Batch
 from megatron_wlb.adapter.layers.attention import keys_before
 from megatron_wlb.describe.masks import masks_documents
+from megatron_wlb.layers.part import pads_rows
 from megatron_wlb.plan.mock import FINALIZER, GOLDEN
 from megatron_wlb.runtime.all_to_all import seen_sums
 from megatron_wlb.runtime.backends.protocol import Backend
@@ -166,10 +167,11 @@ class Upstream:
         sums = torch.nn.functional.pad(keys.cumsum(-1), (1, 0))
         seen = sums[:, 1:] - sums.gather(1, first)
         hashes, trained = _mixed(keys ^ seen), batch["loss_mask"] > 0
-        given = hashes.masked_fill(_pads(tokens), 0) if args.sft else hashes
+        padded = pads_rows(args)
+        given = hashes.masked_fill(_pads(tokens), 0) if padded else hashes
         self._parts.append(given.sum())
-        # A context-parallel rank has two of so many equal pieces, of conversations or windows.
-        piece = 2 * ranks * (own if args.sft else place) // (stops - begins if args.sft else tokens.shape[-1])
+        # A context-parallel rank has two of so many equal pieces, of documents or windows.
+        piece = 2 * ranks * (own if padded else place) // (stops - begins if padded else tokens.shape[-1])
         rank = torch.minimum(piece, 2 * ranks - 1 - piece).flatten()
         sums = torch.stack((_mixed(hashes ^ batch["labels"]) * trained, trained)).flatten(1)
         self._means.append(torch.zeros_like(sums[:, :ranks]).index_add_(1, rank, sums))

@@ -5,19 +5,16 @@ import math
 from argparse import Namespace
 from dataclasses import replace
 
-import numpy as np
 import torch
 
-from megatron_wlb import layers
 from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.describe import refusals
-from megatron_wlb.describe.arguments import MegatronArguments
-from megatron_wlb.describe.megatron import Description, bytes_of, parallel_of
+from megatron_wlb.describe.megatron import Description
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.plan.micro_batches import Prediction, predictions
-from megatron_wlb.simulate.memory import DEVICE_SHARE, GRADIENT_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES
+from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 
 def check(args: Namespace) -> None:
@@ -75,7 +72,9 @@ def described(args: Namespace) -> Description:
     run = Description.of(args, profile=profile, bytes_per_value=args.params_dtype.itemsize)
     if sizes := batch_sizes(args):
         run = replace(run, arguments=replace(run.arguments, global_batch_size=max(n for _, n in sizes)))
-    return run if run.budget is not None else replace(run, budget=_budget_bytes(args))
+    if run.budget is not None or args.wlb_frozen:  # of adapters alone, what is held is not known
+        return run
+    return replace(run, budget=_budget_bytes(run))
 
 
 def best_job(args: Namespace, run: Description, data: SplitData) -> tuple[Job, list[Prediction]]:
@@ -121,43 +120,21 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
         raise ValueError(f"evaluation (--eval-global-batch-size): {error}") from error
 
 
-def _budget_bytes(args: Namespace) -> float | None:
+def _budget_bytes(run: Description) -> float | None:
     """Return memory for activations on this GPU, or None. Raises ValueError for none left."""
     if not torch.cuda.is_available():
         return None
     # Round to GiB: GPUs of one kind differ by MiB, and all ranks must plan alike.
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >> 30 << 30
-    fixed = weight_and_optimizer_bytes(args)
-    if fixed is None:
-        return None
-    if fixed >= DEVICE_SHARE * total:
+    gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >> 30
+    free = run.without_memory()
+    left = free.budget_bytes(free.job(), gib)
+    if left is not None and left <= 0:
         raise ValueError(
-            f"weights and optimizer take {fixed / 2**30:.1f} GiB by upstream's formula, over {DEVICE_SHARE:.0%} of "
-            f"this GPU's {total / 2**30:.1f}; use more tensor or pipeline parallelism or --use-distributed-optimizer, "
-            "or give --wlb-memory-budget if you know better"
+            f"weights and optimizer take {DEVICE_SHARE * gib - left / 2**30:.1f} GiB, over {DEVICE_SHARE:.0%} of this "
+            f"GPU's {gib}; use more tensor or pipeline parallelism or --use-distributed-optimizer, or give "
+            "--wlb-memory-budget if you know better"
         )
-    return DEVICE_SHARE * total - fixed
-
-
-def weight_and_optimizer_bytes(args: Namespace) -> float | None:
-    """Return bytes on the fullest rank by upstream's formula, and the run's dtypes; None without a formula."""
-    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
-
-    if args.optimizer != "adam" or not layers.in_formula(args):
-        return None
-    # The distributed optimizer shards over context-parallel ranks, too. The formula splits layers evenly, so give every
-    # stage as many layers as the fullest stage has. Pass a copy, since the formula sets defaults.
-    a = MegatronArguments.of(vars(args))
-    parallel, (gradient, optimizer) = parallel_of(a), bytes_of(a)
-    ranks, stages = args.data_parallel_size * args.context_parallel_size, parallel.pp
-    split = parallel.split.layers(args.num_layers, stages, parallel.vpp)
-    told = {"data_parallel_size": ranks, "num_layers": stages * int(split.sum(axis=1).max())}
-    if isinstance(args.moe_layer_freq, list):
-        told["moe_layer_freq"] = np.resize(args.moe_layer_freq, told["num_layers"]).tolist()
-    whole = float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | told)))
-    shares = ranks if args.use_distributed_optimizer else 1
-    upstream = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES / shares
-    return whole * (WEIGHT_BYTES + gradient + optimizer / shares) / upstream
+    return left
 
 
 def batch_sizes(args: Namespace) -> list[tuple[int, int]]:

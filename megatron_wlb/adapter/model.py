@@ -25,7 +25,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     """Carries a micro-batch's shard through upstream's layers and recomputation."""
 
     wlb: ShardMetadata | None = None
-    mtp_inputs: Iterator[Any] | None = None
+    depth_inputs: Iterator[Any] | None = None
     """Iterator of `layers.mtp.rolled`, for a stage with MTP layers."""
 
     def __post_init__(self) -> None:

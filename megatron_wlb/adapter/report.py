@@ -225,7 +225,7 @@ class Report:
         """Return the log entry of a step that took so many seconds, as JSON types; `loss` is the mean over tokens."""
         waited, self._waited = self._plans.wait_seconds - self._waited, self._plans.wait_seconds
         microseconds, predicted = self._predicted.result() if self._predicted else (None, None)
-        tokens = plan.tokens
+        tokens, (late, latest) = plan.tokens, metrics.lateness(plan.batch, plan.step)
         return {
             "step": plan.step + 1,
             "plan": f"{plan.digest:016x}",
@@ -235,8 +235,8 @@ class Report:
             "imbalance_original": metrics.imbalance(plan.original_work),
             "imbalance": metrics.imbalance(plan.work),
             "gain_by_work": self._plans.gain(plan),
-            "delay_mean_steps": sum(max(0, steps) * late for steps, late in plan.delays.items()) / tokens,
-            "delay_max_steps": max(plan.delays),
+            "delay_mean_steps": late / tokens,
+            "delay_max_steps": latest,
             "waiting_documents": plan.packed.num_waiting,
             "step_ms": took * 1e3,
             "tokens_per_second_per_gpu": tokens / took / self._job.parallel.num_gpus,

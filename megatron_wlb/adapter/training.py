@@ -207,7 +207,7 @@ class Training:
         weights = None
         if self._weights is not None and batch.origin is not None:
             weights = self._weights[:, batch.origin]
-        mtp_inputs = layers.mtp_inputs(batch, positions, weights, self._job.context_length)
+        depth_inputs = layers.depth_inputs(batch, positions, weights, self._job.context_length)
         inputs = {name: value for kind in self._kinds for name, value in kind.inputs(batch, model).items()}
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
@@ -221,7 +221,7 @@ class Training:
                 None,
                 labels=labels,
                 loss_mask=loss_mask,
-                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, mtp_inputs=mtp_inputs),
+                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, depth_inputs=depth_inputs),
                 **inputs,
             )
         if not return_schedule_plan:  # which has yet to read it

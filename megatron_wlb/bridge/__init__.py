@@ -18,6 +18,7 @@ from megatron.bridge.data import batch_utils
 from megatron.bridge.data.builders import GPTSFTDatasetConfig
 from megatron.bridge.data.loaders import build_train_valid_test_datasets, get_train_valid_test_num_samples
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import checkpointing, setup, train
 from megatron.bridge.training import eval as evaluation
 from megatron.bridge.training import finetune as finetuning
@@ -49,6 +50,7 @@ _ARGUMENTS = {
     "random_seed": "seed",
     "check_for_nan_in_loss": "check_for_nan_in_loss_and_grad",
     "average_in_collective": "ddp_average_in_collective",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
 }
 """Fields of Bridge's configs whose flags have another name."""
 _LAYER_CODES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -69,7 +71,10 @@ def pretrain(config: ConfigContainer, callbacks: Any = None, **settings: Any) ->
 
 
 def finetune(config: ConfigContainer, callbacks: Any = None, **settings: Any) -> None:
-    """Fine-tune as Bridge's `finetune()`: as `pretrain`, on the rows of a GPTSFTDatasetConfig, packed or not."""
+    """Fine-tune as Bridge's `finetune()`: as `pretrain`, on the rows of a GPTSFTDatasetConfig, packed or not.
+
+    All weights or LoRA's are trained.
+    """
     _call(finetuning.finetune, GPTSFTDatasetConfig, config, callbacks, settings)
 
 
@@ -213,6 +218,8 @@ def arguments(config: ConfigContainer, overlap: Any = None) -> dict[str, Any]:
     return found | {
         "dataloader_type": "external",
         "wlb_dataloader_type": dataset.dataloader_type,
+        "wlb_frozen": config.peft is not None,
+        "grad_reduce_in_bf16": not found["accumulate_allreduce_grads_in_fp32"],  # whatever dtype the optimizer takes
         "group_query_attention": True,  # a config has heads / groups of 1 where it has none
         "untie_embeddings_and_output_weights": not found["share_embeddings_and_output_weights"],
         "spec": None,
@@ -277,7 +284,7 @@ def _refuse(config: ConfigContainer, datasets_of: type, wlb: dict[str, Any]) -> 
         how = "fine-tunes on rows of conversations" if rows else "pre-trains on .bin/.idx datasets"
         raise ValueError(f"wlb {how}; give a {datasets_of.__name__}, not {type(dataset).__name__}")
     others = {
-        "peft": config.peft is not None,
+        "peft, but for LoRA in finetune()": config.peft is not None and not (rows and type(config.peft) is LoRA),
         "inprocess_restart": config.inprocess_restart is not None and config.inprocess_restart.enabled,
         "dist.use_decentralized_pg": config.dist.use_decentralized_pg,
         "dist.eval_context_parallel_size": config.dist.eval_context_parallel_size is not None,

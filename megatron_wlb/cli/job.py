@@ -17,9 +17,7 @@ from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import Description, precision_of
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
-from megatron_wlb.job import Job
 from megatron_wlb.model import MODELS
-from megatron_wlb.simulate.memory import DEVICE_SHARE
 from megatron_wlb.simulate.recompute import ways
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
@@ -67,11 +65,6 @@ class Run(Description):
     """Neither --gpu nor --wlb-profile names the device."""
     trains_mock_data: bool
     """Whether the run itself trains mock data, whatever data it is analysed with."""
-
-    def budget_bytes(self, job: Job) -> float | None:
-        """Return the bytes that GPUs of the profile have left for activations in a job's layout; None if unknown."""
-        held = self.held_bytes(job)
-        return None if held is None else DEVICE_SHARE * job.profile.memory_gib * 2**30 - held
 
     def on_device(self) -> Self:
         """Return the run with the memory that training would know, by which it chooses; notes if it is not known."""

@@ -107,6 +107,7 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
         "wlb_per_token_loss": bool(args.calculate_per_token_loss),
         "wlb_sft": bool(getattr(args, "sft", False)),
         "wlb_means_in_evaluation": bool(getattr(args, "sft", False)),
+        "wlb_frozen": False,
     }
     first = "wlb_per_token_loss" not in vars(args)
     vars(args).update(before_wlb | vars(args))

@@ -10,9 +10,10 @@ from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.job import NUM_TILES, Job, Packing, Parallel, Recompute, Sharding
+from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
-from megatron_wlb.simulate.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, held_bytes
+from megatron_wlb.simulate.memory import DEVICE_SHARE, GRADIENT_BYTES, OPTIMIZER_BYTES, held_bytes
 
 TILE_ROWS = 16384
 """Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger ones
@@ -60,15 +61,20 @@ class Description:
     def held_bytes(self, job: Job) -> float | None:
         """Return bytes of weights, gradients and optimizer on the fullest GPU in a job's layout; None: it cannot tell.
 
-        Known of Adam alone, as by upstream's formula (`adapter.jobs.weight_and_optimizer_bytes`).
+        Known of Adam and of layers with attention alone, as by upstream's formula.
         """
         a, model = self.arguments, job.model
-        if a.optimizer != "adam" or not layers.in_formula(a) or not model.is_whole:
+        if a.optimizer != "adam" or has_linear_layers(a) or not model.is_whole:
             return None
         tied = not a.untie_embeddings_and_output_weights
         gradient, optimizer = bytes_of(a)
         of = held_bytes(job, divided=a.use_distributed_optimizer, tied=tied, gradient=gradient, optimizer=optimizer)
         return float(of.max())
+
+    def budget_bytes(self, job: Job, gib: float | None = None) -> float | None:
+        """Return the bytes that GPUs of `gib`, or of the profile, have for activations in a layout; None: as above."""
+        held = self.held_bytes(job)
+        return None if held is None else DEVICE_SHARE * (gib or job.profile.memory_gib) * 2**30 - held
 
     def job(self, **given: Any) -> Job:
         """Build the job; `given`, of `make_job`, takes precedence. Raises ValueError for contradictions."""

@@ -9,7 +9,7 @@ from megatron_wlb.layers.attention import Attention
 from megatron_wlb.layers.delta_net import DeltaNet
 from megatron_wlb.layers.experts import Experts
 from megatron_wlb.layers.latent import LatentAttention
-from megatron_wlb.layers.linear import DIFFERS, REFUSED, LinearLayer, has_linear_layers
+from megatron_wlb.layers.linear import DIFFERS, REFUSED, LinearLayer
 from megatron_wlb.layers.mamba import Mamba
 from megatron_wlb.layers.mlp import Mlp
 from megatron_wlb.layers.part import Adaptation, Part, Rules
@@ -47,11 +47,6 @@ def assumed(model: ModelShape) -> list[str]:
         return []
     measured = "The time of such layers has not been compared with a measured one."
     return [f"Assumed of {LINEAR}: {LinearLayer.taken}. {measured}"]
-
-
-def in_formula(a: Any) -> bool:
-    """Whether upstream's formula for memory covers all layers: those with attention."""
-    return not has_linear_layers(a)
 
 
 def refused() -> Rules:

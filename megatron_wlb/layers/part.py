@@ -28,6 +28,11 @@ def ends_documents(a: Any) -> Any:
     return a.dataloader_inter_document_masking or a.sft
 
 
+def pads_rows(a: Any) -> Any:
+    """Whether a run without `--wlb` makes a row of every sample, padded, and divides its documents one by one."""
+    return a.sft
+
+
 def without(*names: str) -> dict[str, Any]:
     """Return values that switch arguments off."""
     return dict.fromkeys(names, False)

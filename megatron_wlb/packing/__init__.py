@@ -31,7 +31,7 @@ REFUSED: Rules = {
         "give adaptive or megatron"
     ): lambda a: a.phase_transition_iterations and policy_of(a.wlb_packing).delays,
 }
-"""Rules by which `--wlb` refuses a delay, by Megatron's arguments."""
+"""Uses of a delay that `--wlb` refuses, by Megatron's arguments."""
 DIFFERS: Rules = {
     "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: policy_of(a.wlb_packing).delays,
 }

@@ -1,4 +1,4 @@
-"""Balance of a step, before and after packing, and its delays."""
+"""Balance of a step, before and after packing, and how late its documents are."""
 
 import numpy as np
 
@@ -19,9 +19,7 @@ def original_work(drawn: np.ndarray, job: Job) -> np.ndarray:
     return np.add.reduceat(job.work(drawn["length"]), begins) if len(drawn) else np.empty(0, np.int64)
 
 
-def delays(packing: PackedBatch, step: int) -> dict[int, int]:
-    """Return tokens of the step by delay in steps; negative if read ahead."""
+def lateness(packing: PackedBatch, step: int) -> tuple[int, int]:
+    """Return the steps by which tokens of a step are late, summed, and of the latest, below 0 if all are early."""
     late = step - packing.documents["arrival"]
-    first = int(late.min(initial=0))
-    tokens = np.bincount(late - first, weights=packing.documents["length"])
-    return {first + int(i): int(tokens[i]) for i in np.flatnonzero(tokens)}
+    return int((np.maximum(late, 0) * packing.documents["length"]).sum()), int(late.max()) if len(late) else 0

@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from megatron_wlb.job import Job
+from megatron_wlb.plan.metrics import lateness
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step, step_cost
@@ -136,5 +135,5 @@ def _measured(
             time += simulate_step(job, shard_step(job, packing.lengths, packing.ranks, size=size)).time
         work += float((unit or job).work(lengths).sum())
         tokens += float(lengths.sum())
-        late += float((np.maximum(step.step - packing.documents["arrival"], 0) * lengths).sum())
+        late += float(lateness(packing, step.step)[0])
     return time / work, late / tokens

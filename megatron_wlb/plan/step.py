@@ -62,8 +62,6 @@ class StepPlan:
     """Of all M micro-batches, int64 [M]."""
     original_work: np.ndarray
     """See `metrics.original_work`."""
-    delays: dict[int, int]
-    """Tokens by their delay in steps since arrival."""
     digests: dict[str, int]
     """`digest_of` parts of the plan that are the same on all ranks."""
     own_digest: int
@@ -122,7 +120,6 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
         micro_batches=tuple(micro_batches),
         work=work,
         original_work=metrics.original_work(packed.drawn, job),
-        delays=metrics.delays(batch, packed.step),
         digests={
             "flags": digest_of(packed.step, job),
             "documents": digest_of(batch.documents, batch.bounds),

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from megatron_wlb.cost.linear import gathered_bytes, overlap_bytes
 from megatron_wlb.job import Job
 from megatron_wlb.layers import attention_of, part_of
 from megatron_wlb.layers.part import Tensor, layer_input_bytes
@@ -22,9 +23,6 @@ DEVICE_SHARE = 0.9
 """Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Bytes per parameter: of a bf16 weight, its fp32 gradient, and the states that the distributed optimizer divides."""
-
-USER_BUFFERS = 3
-"""Buffers of hidden states for every size of tile, see `adapter.tiles`."""
 
 
 def weight_bytes(job: Job, stage: int | None = None) -> float:
@@ -39,8 +37,7 @@ def weight_bytes(job: Job, stage: int | None = None) -> float:
     kept[-1] += w * job.model.vocabulary_weights / p.tp
     kept += held_bytes(job)
     rotary = 4 * job.context_length * (job.model.qk_pos_emb_head_dim or job.model.kv_channels)  # a table in fp32
-    buffers = USER_BUFFERS * sum(job.tiles) * job.model.hidden_size * w
-    return float(kept.max() if stage is None else kept[stage]) + rotary + buffers
+    return float(kept.max() if stage is None else kept[stage]) + rotary + overlap_bytes(job)
 
 
 def held_bytes(
@@ -117,9 +114,8 @@ def mlp_backward_bytes(job: Job) -> float:
     that sequence-parallel ranks gather, without user buffers.
     """
     kept, row = _mlp_tensors(job), layer_input_bytes(job)
-    gathered = row * job.parallel.sequence_ranks if job.parallel.sequence_ranks > 1 and not job.tiles else 0
     recomputed = sum(tensor.bytes for tensor in kept.values()) - _kept(job, kept)
-    largest = max(gathered, *(kept[name].bytes for name in ("sent", "activation") if name in kept))
+    largest = max(gathered_bytes(job), *(kept[name].bytes for name in ("sent", "activation") if name in kept))
     return recomputed + row * part_of(job.model, job.model.feed_forward).gradient_rows(job) + 2 * largest
 
 

@@ -14,14 +14,14 @@ from megatron_wlb.cost.attention import (
 )
 from megatron_wlb.cost.host import launches, waiting
 from megatron_wlb.cost.linear import (
+    exposed_share,
     joining_matrix,
     loss,
     memory_bound,
     output_matrix,
+    overlap_adds,
     products,
     recomputed,
-    tiled,
-    tiling,
 )
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
@@ -108,9 +108,6 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
     row_bytes = tokens * model.hidden_size * job.bytes_per_value
     network = job.profile.network
-    # User buffers need ranks that NVLink connects. They serve the matrices of a layer, and whole tiles of its rows.
-    if tp > network.gpus_per_node:
-        job = replace(job, tp_overlap=0.0, tp_tile_rows=0)
     gather, scatter = (
         network.collective(name, row_bytes, Group(size=tp, stride=1)) for name in ("all_gather", "reduce_scatter")
     )
@@ -158,7 +155,7 @@ def _layer_times(
     """Return times of a kind of layer; `gather` and `scatter`: of its rows over tensor-parallel ranks, float64 [M]."""
     model, cp = job.model, job.parallel.cp
     tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
-    exposed = 1 - job.tp_overlap * (1 - tiled(job, tokens)[1] / tokens)
+    exposed = exposed_share(job, tokens)
     matrices = model.matrices_of(kind)
     # Forward gathers before and scatters after attention and MLP; rows that travel do no more, and those of shared
     # experts, which a job does not know, are left out. Backward mirrors this, and gathers inputs again for weight
@@ -172,14 +169,14 @@ def _layer_times(
     moved = count * (gather + scatter), 2 * count * gather + count * scatter - overlapped
     every, bound = products(job, matrices, tokens), memory_bound(job, kind, tokens)
     pooled = products(job, [m for letter, part in parts.items() if part.pooled for m in model.part(letter)], tokens)
-    by_tile = tiling(job, kind, tokens) if job.tiles else (0.0, 0.0)
+    added = overlap_adds(job, kind, tokens)
     if kind in (FULL, WINDOWED):
         attention, exchange = _attention(job, shards, model.window_of(kind))
         again = attention_of(model).expands_us(job) * tokens
     else:
         none, moving, again = np.zeros((len(tokens), cp)), parts[kind].moving(job, tokens), np.zeros_like(tokens)
         attention, exchange = (none, none), (moving, moving)
-    linear = every.forward + bound[0] + by_tile[0], every.backward + bound[1] + again + by_tile[1]
+    linear = every.forward + bound[0] + added[0], every.backward + bound[1] + again + added[1]
     # The partner of a pass may be any other micro-batch of the rank.
     beside = [float(np.mean(linear[i] + attention[i].max(axis=1))) for i in (1, 0)]
     dispatched = np.sum([part.dispatched(job, tokens, beside) for part in parts.values()], axis=0)

@@ -61,6 +61,9 @@ from megatron.bridge.data.packing import PackedSequenceSpecs  # noqa: E402
 from megatron.bridge.data.packing.parquet import write_packed_parquet  # noqa: E402
 from megatron.bridge.data.sft_processing import ChatSFTPreprocessingConfig  # noqa: E402
 from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec  # noqa: E402
+from megatron.bridge.peft import utils as adapters  # noqa: E402
+from megatron.bridge.peft.dora import DoRA  # noqa: E402, F401
+from megatron.bridge.peft.lora import LoRA  # noqa: E402
 from megatron.bridge.training import config as configs  # noqa: E402
 from megatron.bridge.training import gpt_step, setup  # noqa: E402
 from megatron.bridge.training.callbacks import Callback  # noqa: E402
@@ -71,6 +74,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 
 from megatron_wlb import bridge  # noqa: E402
 from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers  # noqa: E402
+
+adapters.HAVE_TE = False  # its stand-in lacks layers
 
 WITHOUT_FUSIONS = dict.fromkeys(
     "apply_rope_fusion persist_layer_norm masked_softmax_fusion gradient_accumulation_fusion bias_dropout_fusion "
@@ -102,7 +107,9 @@ EXPERTS = {
 }
 
 
-def container(dataset, *, steps=2, micro_batch_size=2, optimizer=None, checkpoint=None, tokenizer=None, **model):
+def container(
+    dataset, *, steps=2, micro_batch_size=2, optimizer=None, checkpoint=None, tokenizer=None, lora_rank=None, **model
+):
     """`dataset`: the prefix of a .bin/.idx dataset, or a config."""
     if isinstance(dataset, str):
         dataset = configs.GPTDatasetConfig(
@@ -124,6 +131,7 @@ def container(dataset, *, steps=2, micro_batch_size=2, optimizer=None, checkpoin
         checkpoint=configs.CheckpointConfig(**checkpoint or {}),
         dist=configs.DistributedInitConfig(distributed_backend="gloo"),
         rng=configs.RNGConfig(seed=1234),
+        peft=LoRA(dim=lora_rank, alpha=8) if lora_rank else None,
     )  # fmt: skip
 
 
@@ -168,7 +176,7 @@ def _run(dataset, settings, call, options):
         step = optimizer.step
 
         def watched():
-            found["grads"].append(_shards(model, lambda p: p.main_grad))
+            found["grads"].append(_shards(model, lambda p: p.main_grad if p.requires_grad else None))
             return step()
 
         optimizer.step = watched

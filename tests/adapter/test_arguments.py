@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron_wlb.adapter import cpu, data, jobs
@@ -31,7 +31,7 @@ from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.adapter.upstream.versions import check_version
 from megatron_wlb.describe.arguments import MegatronArguments, Refused, rows
 from megatron_wlb.describe.flags import add_wlb_arguments
-from megatron_wlb.describe.megatron import bytes_of
+from megatron_wlb.describe.megatron import Description, bytes_of
 from megatron_wlb.plan.samples import windows
 from megatron_wlb.simulate.memory import DEVICE_SHARE
 from tests.adapter.datasets import write_lengths
@@ -45,7 +45,9 @@ def parse(monkeypatch):
     def parsed(*flags, world_size=1, model=MODEL):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *model, "--data-path", "unused", "--wlb", *flags])
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        return parse_args(add_wlb_arguments)
+        args = parse_args(add_wlb_arguments)
+        args.wlb_frozen = False
+        return args
 
     return parsed
 
@@ -252,15 +254,15 @@ def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
 
 
 def test_weights_and_optimizer_are_shared_as_flags_say(parse):
-    """By upstream's own formula: 18 bytes a parameter, of which the distributed optimizer shares 12; Adam's only. Other
-    dtypes are in proportion."""
+    """18 bytes a parameter, of which the distributed optimizer shares 12; Adam's only. Flags choose other dtypes."""
 
     def held(*flags, optimizer="adam"):
         args = parse("--expert-tensor-parallel-size", "1", "--optimizer", optimizer, *flags)
         args.kv_channels, args.ffn_hidden_size, args.padded_vocab_size = 16, 256, 512
         args.data_parallel_size = args.context_parallel_size = 2
         args.virtual_pipeline_model_parallel_size, args.world_size = None, 4 * args.pipeline_model_parallel_size
-        return jobs.weight_and_optimizer_bytes(args)
+        run_of_args = Description.of(args)
+        return run_of_args.held_bytes(run_of_args.job(global_batch_size=8))
 
     whole = held()
     assert whole % 18 == 0
@@ -276,6 +278,16 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     assert uneven == held(*pipeline, "6") > held(*pipeline, "4")
     moe = "4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq ([0]+[1]*3)".split()
     assert held(*pipeline, *moe, "--decoder-first-pipeline-num-layers", "3") > held(*pipeline, *moe)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_memory_is_not_known_where_adapters_alone_are_trained(frozen, parse, monkeypatch):
+    monkeypatch.setattr(jobs, "_budget_bytes", lambda run: 1.0)
+    args = parse()
+    args.kv_channels, args.wlb_frozen = None, frozen
+    validate_args(args, {})
+    args.padded_vocab_size = 256
+    assert jobs.described(args).budget == (None if frozen else 1.0)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
@@ -309,18 +321,19 @@ def test_an_offloaded_optimizer_leaves_as_many_bytes_on_a_gpu_as_upstreams(fract
     assert sum(each.numel() * each.element_size() for each in kept) == pytest.approx(640 * bytes_of(a)[1])
 
 
-def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
+def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(parse, monkeypatch):
+    described = Description.of(parse())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     for held, budget in ((None, None), (60 << 30, 12 << 30)):
-        monkeypatch.setattr(jobs, "weight_and_optimizer_bytes", lambda args, held=held: held)
-        assert jobs._budget_bytes(Namespace()) == budget
-    monkeypatch.setattr(jobs, "weight_and_optimizer_bytes", lambda args: 90 << 30)
+        monkeypatch.setattr(Description, "held_bytes", lambda self, job, held=held: held)
+        assert jobs._budget_bytes(described) == budget
+    monkeypatch.setattr(Description, "held_bytes", lambda self, job: 90 << 30)
     with pytest.raises(RuntimeError, match="this machine has a GPU; run Megatron on it"):
         cpu.install()
-    with pytest.raises(ValueError, match="take 90.0 GiB by upstream's formula, over 90% of this GPU's 80.0; use"):
-        jobs._budget_bytes(Namespace())
+    with pytest.raises(ValueError, match="take 90.0 GiB, over 90% of this GPU's 80; use"):
+        jobs._budget_bytes(described)
 
 
 @pytest.mark.parametrize(
@@ -363,24 +376,30 @@ def test_misuse_is_refused(call, message):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "share"),
     [
-        "",
-        "--use-distributed-optimizer",
-        "--use-distributed-optimizer --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 "
-        "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 256",
-        "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16",
-        "--use-distributed-optimizer --grad-reduce-in-bf16",
+        ("", 1),
+        ("--use-distributed-optimizer", 1),
+        (
+            "--use-distributed-optimizer --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 "
+            "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 256",
+            1,
+        ),
+        (
+            "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16",
+            (2 + 2 + 8 / 4) / 9,
+        ),
+        ("--use-distributed-optimizer --grad-reduce-in-bf16", (2 + 2 + 12 / 4) / 9),
     ],
 )
-def test_analyze_leaves_activations_as_much_as_training_does(flags, parse):
-    """On GPUs of 80 GiB, by upstream's formula, which counts norms and routers, too; so both choose alike."""
+def test_weights_and_optimizer_leave_activations_what_upstreams_formula_does(flags, share, parse):
+    """On GPUs of 80 GiB: but for norms and routers, and for the `share` that other dtypes take."""
     size = "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 8 --vocab-size 32000 "
     size += "--swiglu --group-query-attention --num-query-groups 2 --pipeline-model-parallel-size 2 --seq-length 256 "
     size += f"--global-batch-size 8 --bf16 {flags}"
     args = parse("--expert-tensor-parallel-size", "1", "--optimizer", "adam", *size.split())
     args.world_size, args.data_parallel_size, args.padded_vocab_size, args.kv_channels = 8, 4, 32000, 128
     args.virtual_pipeline_model_parallel_size = None
-    held = jobs.weight_and_optimizer_bytes(args)
+    held = share * compute_weight_and_optimizer_memory(args)
     of_analyze = run(f"-- torchrun --nproc-per-node 8 pretrain_gpt.py {size}").on_device().budget
     assert DEVICE_SHARE * 80 * 2**30 - of_analyze == pytest.approx(held, rel=0.02)

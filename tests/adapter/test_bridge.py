@@ -3,9 +3,12 @@
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron_wlb.adapter.plans import state_path
-from tests.adapter.bridge_runs import ADAM, ALGORITHM_1, EXPERTS, PP2, CommOverlapConfig, bridge, container, run
+from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.describe.megatron import bytes_of
+from tests.adapter.bridge_runs import ADAM, ALGORITHM_1, EXPERTS, PP2, CommOverlapConfig, LoRA, bridge, container, run
 from tests.adapter.training import MOE
 from tests.upstream.test_parity import compare
 
@@ -62,12 +65,21 @@ def test_what_is_set_is_said(dataset, monkeypatch):
         bridge.pretrain(config)
 
 
+def test_gradients_take_the_bytes_in_which_they_are_reduced(dataset):
+    """Whatever the optimizer makes of them, as Bridge's buffers do."""
+    for in_fp32, main_grads, taken in ((True, torch.bfloat16, 4), (False, torch.float32, 2), (True, torch.float32, 4)):
+        config = container(dataset, optimizer=ADAM | {"main_grads_dtype": main_grads})
+        config.ddp.grad_reduce_in_fp32, config.data_parallel_size = in_fp32, 1
+        assert bytes_of(MegatronArguments.of(bridge.arguments(config)))[0] == taken
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"model": object()}, "config.model is of object"),
         ({"model.mtp_num_layers": 1}, r"does not support model\.mtp_num_layers"),
         ({"model.experimental_attention_variant": "gdn"}, r"does not support model\.experimental_attention_variant"),
+        ({"peft": LoRA()}, r"does not support peft, but for LoRA in finetune\(\)"),
         ({"dist.use_decentralized_pg": True}, "does not support dist.use_decentralized_pg"),
         ({"dataset.full_validation": True}, "does not support dataset.full_validation"),
         ({"dataset": None}, "give a GPTDatasetConfig, not NoneType"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.adapter import bridge_runs
-from tests.adapter.bridge_runs import ADAM, EXPERTS, PP2, alone, bridge, container, run
+from tests.adapter.bridge_runs import ADAM, EXPERTS, PP2, DoRA, alone, bridge, container, run
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.training import relative_error
 from tests.upstream.test_parity import TOLERANCE, compare
@@ -74,6 +74,7 @@ VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": Tru
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+LORA = {"lora_rank": 4}
 OF_EXPERTS = EXPERTS.keys() - {"expert_model_parallel_size"}
 
 
@@ -117,12 +118,15 @@ def bridges(packed, common, pretrained):
         (4, VPP2 | CP2 | SELECTIVE),
         (2, TP2 | FULL | PER_TOKEN),
         (2, EXPERTS),
+        (4, VPP2 | CP2 | SELECTIVE | LORA),
+        (2, TP2 | FULL | PER_TOKEN | LORA),
+        (2, EXPERTS | LORA),
     ],
 )
 def test_packs_equal_bridge(size, layout, packed, common, pretrained, bridges, tmp_path):
     begins = {"checkpoint": pretrained(*chosen(layout, OF_EXPERTS))}
     got = ours(size, packed, tmp_path / "log.jsonl", **common | begins | layout)
-    compare_all(got, bridges(*chosen(layout, OF_EXPERTS | PER_TOKEN.keys())))
+    compare_all(got, bridges(*chosen(layout, OF_EXPERTS | PER_TOKEN.keys() | LORA.keys())))
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +166,9 @@ def test_conversations_equal_bridge(kind, size, theirs, layout, request, common,
     compare_all(got, run(theirs, dataset, call=alone, **want | options))
 
 
-def test_resumes_what_bridge_saved_and_back(packed, common, tmp_path):
-    adam, own = common | {"optimizer": ADAM}, tmp_path / "own"
+@pytest.mark.parametrize("lora", [{}, LORA], ids=str)
+def test_resumes_what_bridge_saved_and_back(lora, packed, common, tmp_path):
+    adam, own = common | lora | {"optimizer": ADAM}, tmp_path / "own"
 
     def saves(folder):
         return common["checkpoint"] | {"load": str(folder), "save": str(folder), "save_interval": 1}
@@ -189,5 +194,9 @@ def test_what_differs_is_refused(changed, message, packed, common):
         bridge.finetune(container(replace(packed, **changed), **common))
     with pytest.raises(ValueError, match="pre-trains on .bin/.idx datasets; give a GPTDatasetConfig, not GPTSFT"):
         bridge.pretrain(container(packed, **common))
+    config = container(packed, **common)
+    config.peft = DoRA()
+    with pytest.raises(ValueError, match="does not support peft, but for LoRA"):
+        bridge.finetune(config)
     with pytest.raises(ValueError, match="does not support sft_skip with finetune"):
         bridge.finetune(container(packed, **common), sft_skip=("long",))

@@ -245,7 +245,7 @@ def _split(name: str, parameter: Any) -> tuple[int, int, int, tuple[int, ...]]:
     if not divided:
         return -1, rank, size, ()
     rows = parameter.shape[parameter.partition_dim]
-    parts = (rows // 2, rows // 2) if "linear_fc1" in name else (rows,)  # [gate, up]
+    parts = (rows // 2, rows // 2) if "linear_fc1" in name and "linear_in" not in name else (rows,)  # [gate, up]
     return parameter.partition_dim, rank, size, tuple(getattr(parameter, "partition_sizes", parts))
 
 
@@ -273,7 +273,8 @@ def set_parameters(chunks: list[Any]) -> None:
 def _shards(chunks: list[Any], value: Any) -> dict[str, Any]:
     shards = {}
     for name, parameter in _parameters(chunks):
-        tensor = value(parameter)
+        if (tensor := value(parameter)) is None:
+            continue  # frozen
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         shards[name] = (tensor.float().clone(), *_split(name, parameter))
     return shards

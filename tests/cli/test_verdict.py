@@ -68,7 +68,7 @@ def test_the_gain_of_the_exchange_is_not_called_balance(tmp_path):
     found = report(tmp_path, KINDS["chats"][0], RING)
     assert verdict(found) == ("Nothing to balance", "close")
     parts = sources(found.schemes)
-    assert found.speedups.ours.value > 1.05 and parts["exchange"] == max(parts.values())
+    assert found.speedups.ours.value > 1.05 and parts["exchange"] == max(parts.values()) and parts["attention"] > 0
     _, where, doubts, _ = sentences(found)
     assert where.startswith("Where it comes from: exchange +") and "no run has confirmed it" in where
     assert "published steps of dense models on H100" in doubts and doubts.endswith("has confirmed a gain.")

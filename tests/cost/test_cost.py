@@ -17,14 +17,7 @@ from megatron_wlb.cost.attention import (
     ring_sums,
     sharding_kernel,
 )
-from megatron_wlb.cost.linear import (
-    loss,
-    memory_bound,
-    output_matrix,
-    products,
-    tiled,
-    tiling,
-)
+from megatron_wlb.cost.linear import _tiled, loss, memory_bound, output_matrix, overlap_adds, products
 from megatron_wlb.documents import SEGMENT, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
@@ -301,12 +294,12 @@ def test_tiles_by_hand():
     given = job(model=LLAMA2_7B, tp=4, tp_tile_rows=64, profile=MEASURED)
     tokens, more = np.array([100.0, 64.0, 36.0]), np.array([2, 0, 1])
     hidden, ffn, half = 4096, 11008, 132 * 128 * 128 / 2
-    assert np.array(tiled(given, tokens)).tolist() == [[2, 1, 1], [4, 0, 4]]
+    assert np.array(_tiled(given, tokens)).tolist() == [[2, 1, 1], [4, 0, 4]]
     sizes = [(3 * hidden / 4, hidden), (hidden, hidden / 4), (2 * ffn / 4, hidden), (hidden, ffn / 4)]
     copied = 2 * 2 * tokens * (more > 0) / 4 / 2700e3
     forward = more * (sum(2 * half * k / 576e6 + 3 for _, k in sizes) + 3 * 3) + copied * (3 + 2) * hidden
     backward = more * (sum(2 * half * m / 576e6 + 3 * 2 for m, _ in sizes) + 3 * 3) + copied * (1 + 2) * hidden
-    assert np.array(tiling(given, FULL, tokens)) == pytest.approx(np.array([forward, backward]))
+    assert np.array(overlap_adds(given, FULL, tokens)) == pytest.approx(np.array([forward, backward]))
 
 
 def test_dispatchers_of_tokens_to_experts():

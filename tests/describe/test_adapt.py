@@ -59,7 +59,7 @@ PRICED = [
 
 BEFORE = {
     *("wlb_before", "wlb_windows_per_micro_batch", "wlb_eval_windows_per_micro_batch", "wlb_per_token_loss", "wlb_sft"),
-    "wlb_means_in_evaluation",
+    *("wlb_means_in_evaluation", "wlb_frozen"),
 }
 
 

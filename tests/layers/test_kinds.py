@@ -1,15 +1,11 @@
 """A kind of layers that nobody else knows: its file, its letter and its field are enough to plan with it."""
 
-import ast
-import re
 from dataclasses import make_dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
-import megatron_wlb
 from megatron_wlb import layers
 from megatron_wlb.cost.host import launches
 from megatron_wlb.describe.arguments import MegatronArguments
@@ -21,11 +17,9 @@ from megatron_wlb.layers.part import layer_input_bytes
 from megatron_wlb.model import MIXERS, Mixer, ModelShape
 from megatron_wlb.simulate.memory import layer_bytes
 from megatron_wlb.simulate.passes import pass_times
+from tests.features import STAND_IN, files_that_name
 from tests.simulate.shards import job, shards_of
 
-PACKAGE = Path(megatron_wlb.__file__).parent
-STAND_IN = "adapter/cpu_linear.py"
-"""Kernels for a CPU, for tests alone."""
 RETENTION = Mixer(projected=8192, inner=4096, scan=1 << 20, kept=12288)
 
 
@@ -70,21 +64,6 @@ def test_a_made_up_kind_is_planned_by_its_file_alone():
     np.testing.assert_array_equal(pass_times(alone, shards_of(alone, [[1 << 17]])).forward, linear.forward)
 
 
-def files_that_name(pattern):
-    """Files of the package in whose code a name matches; strings and comments do not count."""
-
-    def names(path):
-        for each in ast.walk(ast.parse(path.read_text())):
-            words = [getattr(each, field, None) for field in ("id", "attr", "name", "module", "arg")]
-            yield from (word for word in words if isinstance(word, str))
-
-    return {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if any(map(re.compile(pattern).search, names(path)))
-    }
-
-
 def test_sizes_of_mixers_by_hand():
     """Mamba: z and x, B and C of 2 groups, and a step for each of 8 heads of 64, whose state has 16 values a channel.
 
@@ -106,19 +85,3 @@ def test_few_files_name_a_kind(kind):
     found = files_that_name("|".join((kind, kind.upper(), kind.title().replace("_", "")))) - {STAND_IN}
     files = {f"layers/{kind}.py", f"adapter/layers/{kind}.py", "layers/__init__.py", "model.py"}
     assert found | {"describe/arguments.py"} == files | {"describe/arguments.py"}
-
-
-@pytest.mark.parametrize(
-    ("pattern", "home"),
-    [
-        ("(?i)latent|kv_lora", "latent"),
-        ("(?i)mtp", "mtp"),
-        ("(?i)windowed|window_size|window_of", "attention"),
-        ("num_experts|moe_router_topk|EXPERTS", "experts"),
-    ],
-)
-def test_at_most_ten_files_name_a_feature_of_layers(pattern, home):
-    """Others ask all parts of a layer, or all kinds in training, for their facts."""
-    found = files_that_name(pattern)
-    assert f"adapter/layers/{home}.py" in found or f"layers/{home}.py" in found
-    assert len(found) <= 10, sorted(found)

@@ -12,7 +12,7 @@ from megatron_wlb.job import Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.packing.paper import PaperPacking
-from megatron_wlb.plan.metrics import delays, original_work
+from megatron_wlb.plan.metrics import lateness, original_work
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Rows, Samples
 from tests import jobs
@@ -182,10 +182,11 @@ def test_the_original_work_is_that_of_the_samples_drawn():
     assert original_work(rows[:0], described).tolist() == []
 
 
-def test_delays_by_hand():
+def test_lateness_by_hand():
     rows = np.zeros(4, DOCUMENT)
-    rows["arrival"], rows["length"] = [3, 5, 4, 3], [10, 20, 7, 1]
-    assert delays(PackedBatch(documents=rows, bounds=np.array([0, 4])), 4) == {-1: 20, 0: 7, 1: 11}
+    rows["arrival"], rows["length"] = [2, 5, 4, 3], [10, 20, 7, 1]
+    of = [PackedBatch(documents=some, bounds=np.array([0, len(some)])) for some in (rows, rows[1:2], rows[:0])]
+    assert [lateness(each, 4) for each in of] == [(21, 2), (0, -1), (0, 0)]
 
 
 @pytest.mark.parametrize("num_micro_batches", [8, 2, 3])

@@ -17,7 +17,6 @@ from megatron_wlb.documents import document_work
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.adaptive import AdaptivePacking, arranged
 from megatron_wlb.plan import placement
-from megatron_wlb.plan.metrics import delays
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import PLAN_AHEAD, packing_gain, plan_packed, shard_step, step_cost
 from megatron_wlb.sharding import select
@@ -50,7 +49,6 @@ def test_a_plan_is_packed_placed_and_sharded(packing, experts):
             np.testing.assert_array_equal(plan.batch.documents, batch.documents)
             np.testing.assert_array_equal(plan.work, batch.sums(document_work(lengths, 32)))
             assert (plan.step, plan.tokens, plan.packed.state) == (packed.step, lengths.sum(), packed.state)
-            assert plan.delays == delays(batch, packed.step)
             assert all(m.padded_tokens % described.unit_tokens == 0 for m in plan.micro_batches)
         of_ranks = [[m.documents for m in plan.micro_batches] for plan in plans]
         assert sorted(i for m in chain(*of_ranks) for i in m["index"]) == sorted(batch.documents["index"])

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model, ring_counts, ring_sums
-from megatron_wlb.cost.linear import (
-    loss,
-    memory_bound,
-    output_matrix,
-    products,
-    tiling,
-)
+from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, overlap_adds, products
 from megatron_wlb.documents import Keys, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
@@ -108,7 +102,7 @@ def test_by_the_crossover_work_is_proportional_to_time(changes, within, profile)
 def test_experts_and_tiles_are_a_part_of_a_layer():
     """Both directions: the exchange of tokens, and what tiles add, beside products and traffic."""
     given, tokens = job(model=MOE, tp=2, dp=4, ep=4, tp_tile_rows=4096), np.array([5000.0])
-    found, tiles = layer_times(given, shards_of(given, [[5000]])), tiling(given, "*", tokens)
+    found, tiles = layer_times(given, shards_of(given, [[5000]])), overlap_adds(given, "*", tokens)
     exchanged = [EXPERTS.exposed(given, tokens, 0) + copied for copied in EXPERTS.copies(given, tokens)]
     traffic, product = memory_bound(given, "*", tokens), products(given, given.model.matrices, tokens)
     experts = products(given, [m for m in given.model.matrices if m.part == "experts"], tokens)

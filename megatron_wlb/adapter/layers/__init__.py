@@ -27,7 +27,7 @@ def of(args: Namespace) -> list[Kind]:
     return [kind for kind in KINDS if kind.applies(args)]
 
 
-def mtp_inputs(
+def depth_inputs(
     batch: Batch, positions: torch.Tensor, weights: torch.Tensor | None, context_length: int
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """Return the tokens further ahead, and their targets, that the layers of a forward pass ask for."""

@@ -38,7 +38,7 @@ class WlbGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
 
 class _DeltaNet(Kind):
     stack_layer = "gdn_layer"
-    in_order = True
+    in_order, since = True, (0, 19)
 
     def applies(self, args: Namespace) -> bool:
         return has_delta_nets(args)

@@ -26,6 +26,8 @@ class Kind:
     stack_layer: ClassVar[str] = ""
     """Name of its spec, which is adapted, in upstream's hybrid stack."""
 
+    since: ClassVar[tuple[int, int]] = (0, 18)
+    """The first version of megatron-core with which its layers train."""
     padded: ClassVar[bool] = False
     """Whether its layers take a mask of rows that are padding."""
     in_order: ClassVar[bool] = False

@@ -15,7 +15,7 @@ from megatron_wlb.layers.mamba import has_mamba
 
 
 class _Mamba(Kind):
-    in_order = True
+    in_order, since = True, (0, 19)
 
     def applies(self, args: Namespace) -> bool:
         return has_mamba(args)

@@ -67,7 +67,7 @@ def _installed(run: Run) -> Iterator[None]:
         def roll_tensor(tensor: Any, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
             if tensor.dtype == torch.bool:  # padding stays where it is
                 return tensor, None
-            following, total = next(packed_seq_params.mtp_inputs)
+            following, total = next(packed_seq_params.depth_inputs)
             assert following.shape == tensor.shape and following.dtype == tensor.dtype
             return following, total
 

@@ -15,14 +15,15 @@ from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.upstream import scripts
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.layers.experts import dispatches
-from megatron_wlb.layers.linear import has_linear_layers
 
 
 def check(args: Namespace) -> None:
     """Raise ValueError for arguments that later versions have dropped, or that only they serve."""
+    from megatron_wlb.adapter import layers
+
     if args.rampup_batch_size is not None:
         raise ValueError("--wlb: --rampup-batch-size is not planned, megatron-core 0.19 has dropped it; leave it out")
-    if has_linear_layers(args):
+    if any(kind.since > (0, 18) for kind in layers.of(args)):
         raise ValueError("--wlb trains linear layers with megatron-core 0.19 or later; install that, or leave it out")
     if dispatches(args, "flex", "hybridep"):
         raise ValueError(

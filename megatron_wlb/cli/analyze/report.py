@@ -44,9 +44,13 @@ SOURCES = {
     "balance": TIME_SHARES["waiting"],
     "exchange": TIME_SHARES["exchange"],
     "pipeline": TIME_SHARES["bubble"],
-    "micro-batches": TIME_SHARES["busy"],
+    "attention": ("attention",),
+    "micro-batches": tuple(part for part in TIME_SHARES["busy"] if part != "attention"),
 }
-"""Where a gain comes from, and the fields of `Breakdown` that it saves; other micro-batches compute at other rates."""
+"""Where a gain comes from, and the fields of `Breakdown` that it saves. A ring calls attention's kernel for the keys of
+every rank; other micro-batches compute at other rates."""
+RING = ("exchange", "attention")
+"""Sources that are Megatron's ring, if there are context-parallel ranks."""
 
 
 class Steps(NamedTuple):
@@ -126,7 +130,7 @@ class Measured:
 
     def at_work_of(self, apart: "Measured") -> "Measured":
         """Return it with its time per work, at the work per token of Megatron's steps, if its own steps differ."""
-        if not self.scheme.job.packing.delays:
+        if self.scheme.same_steps:
             return self
         return replace(self, counted=self.work.sum() * apart.tokens.sum() / apart.work.sum())
 
@@ -352,7 +356,7 @@ def speedup(one: Measured, base: Measured) -> Ratio:
 
     Of two that train the same tokens every step it is a ratio of times, of the steps that both simulated.
     """
-    if one.scheme.job.packing.delays or base.scheme.job.packing.delays:
+    if not (one.scheme.same_steps and base.scheme.same_steps):
         ratio = base.us_per_token / one.us_per_token
         errors = (0.0,) if one is base else (each.relative_error for each in (one, base))
         return Ratio(ratio, ratio * math.hypot(*errors))
@@ -380,11 +384,10 @@ def measure(scheme: Scheme, steps: Steps, advance: Advance = lambda steps: None)
     samples: list[Sample] = []
     for i, step in enumerate(scheme.steps(steps.packed)):
         works = step.batch.sums(job.work(step.batch.documents["length"]))
-        delays = metrics.delays(step.batch, step.step)
-        late = sum(max(0, delay) * tokens for delay, tokens in delays.items())
-        packed.append((metrics.imbalance(works), sum(delays.values()), late, max(delays, default=0)))
+        count, late = int(step.batch.documents["length"].sum()), metrics.lateness(step.batch, step.step)
+        packed.append((metrics.imbalance(works), count, *late))
         if i % (steps.packed // steps.simulated) == 0:
-            work = sum(delays.values()) if scheme.crosses else int(works.sum())
+            work = count if scheme.crosses else int(works.sum())
             samples.append(Sample(scheme.simulate(step.batch), step.batch.lengths, work))
         advance(1)
     imbalance, step_tokens, late_tokens, most_late = map(np.array, zip(*packed, strict=True))

@@ -71,10 +71,15 @@ class Scheme(NamedTuple):
     def num_micro_batches(self) -> int:
         return self.job.num_micro_batches // self.micro_batch_size
 
+    @property
+    def same_steps(self) -> bool:
+        """Whether every step trains the documents of Megatron's."""
+        return not self.job.packing.delays
+
     def steps(self, count: int) -> Iterator[PackedStep]:
-        """Yield `count` steps as they would be trained, after a warm-up if the scheme delays."""
+        """Yield `count` steps as they would be trained, after a warm-up if documents wait from step to step."""
         packer = Packer(self.samples, self.job)
-        for _ in range(WARM_UP if self.job.packing.delays else 0):
+        for _ in range(0 if self.same_steps else WARM_UP):
             packer.next()
         for _ in range(count):
             yield packer.next()

@@ -15,6 +15,7 @@ from megatron_wlb.cli.analyze.report import (
     CLOSE,
     HALF_THE_NETWORK,
     KERNELS_OF,
+    RING,
     Faster,
     Measured,
     Ratio,
@@ -166,8 +167,8 @@ def _sources(report: Report) -> str:
     found = sources(report.schemes)
     shown = sorted((name for name in found if abs(found[name]) >= 0.5), key=lambda name: -abs(found[name]))
     text = f"Where it comes from: {', '.join(f'{name} {found[name]:+.0f} %' for name in shown)}."
-    if found["exchange"] > 50 * whole > 0:
-        text += " Most of it is the exchange of Megatron's ring, not balance, and no run has confirmed it."
+    if report.setup.job.parallel.cp > 1 and sum(found[name] for name in RING) > 50 * whole > 0:
+        text += " Most of it is Megatron's ring, its exchange and its calls, not balance, and no run has confirmed it."
     return text
 
 
@@ -212,7 +213,7 @@ def _across(report: Report) -> Iterator[str]:
 
 def _tokens(report: Report) -> str:
     """Return which tokens steps train with --wlb, compared with Megatron's."""
-    if report.setup.job.packing.delays:
+    if not report.schemes.ours.scheme.same_steps:
         return f"Tokens run {report.schemes.ours.late_steps:.2f} steps late on average."
     return "Both train the same tokens every step."
 
@@ -239,7 +240,6 @@ def facts(report: Report) -> list[str]:
         errors=_errors_of(profile.get("error")),
         fp8_attention=setup.run.arguments.fp8_dot_product_attention,
         precision="bf16" if job.profile.gain(job.precision, "mlp") == (1, 0) else job.precision,
-        delays=job.packing.delays,
         warm_up=WARM_UP,
         ep_wait=[f"{percent(each, 'ep_wait'):.1f} %" for each in (schemes.thd, schemes.ours)],
         over_device=any(each.activation_gib > job.profile.memory_gib for each in schemes),

@@ -1,0 +1,42 @@
+"""Which files of the package name a feature in code."""
+
+import ast
+import re
+from pathlib import Path
+
+import megatron_wlb
+
+PACKAGE = Path(megatron_wlb.__file__).parent
+STAND_IN = "adapter/cpu_linear.py"
+"""Kernels for a CPU, for tests alone."""
+MOST = 10
+FEATURES = {
+    "experts": ("num_experts|moe_router_topk|EXPERTS", MOST),
+    "latents": ("(?i)latent|kv_lora", MOST),
+    "MTP": ("(?i)mtp", MOST),
+    "sliding windows": ("(?i)windowed|window_size|window_of", MOST),
+    "linear layers": ("(?i)delta_?net|mamba|mixer|linear_?layer", MOST),
+    "conversations": ("(?i)conversation|(?<![a-z_])sft(?![a-z_])", MOST),
+    "closed batches": ("(?i)(?<![a-z])closed|plan_step", MOST),
+    "Bridge": ("(?i)(?<![a-z])bridge", MOST),
+    "old versions": ("(?i)legacy", MOST),
+    "delay": ("(?i)(?<![a-z])delay(s|ed)?(?![a-z_])", 13),
+    "tiles": ("tp_tile|tp_overlap|tp_comm_overlap|tiled|tiling|user_buffers|USER_BUFFERS|Tiles$", 14),
+    "recomputation": ("(?i)recompute", 19),
+}
+"""Names of a feature, and the most files that may have one: of the last three their flags, fields and report lines."""
+
+
+def files_that_name(pattern):
+    """Files of the package in whose code a name matches; strings and comments do not count."""
+
+    def names(path):
+        for each in ast.walk(ast.parse(path.read_text())):
+            words = [getattr(each, field, None) for field in ("id", "attr", "name", "module", "arg")]
+            yield from (word for word in words if isinstance(word, str))
+
+    return {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(map(re.compile(pattern).search, names(path)))
+    }
