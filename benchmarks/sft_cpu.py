@@ -1,6 +1,6 @@
 """How much faster `--sft --wlb` trains conversations than upstream, on two cores.
 
-    python -m benchmarks.sft_cpu [--quick] [--check]
+    python -m benchmarks.sft_cpu [--lengths agents] [--quick] [--check]
 
 Upstream's `--sft` makes a context window of every line of its file: the line's conversations, then padding, which the
 last of them attends over. `--sft --wlb` trains the same lines in the same steps, without the padding. Both are timed
@@ -11,11 +11,12 @@ conversation. Methods train step by step by turns; a conversation a line, two st
 
 Lengths: one conversation in ten is long, log-uniform over the 8K to 64K tokens that LongAlign-10k's page gives as its
 range; the others stand for UltraChat's, log-normal with a median of 1,000. Neither histogram was published in text: the
-shapes are made up. The window is 128K, on two cores a sixteenth of it, with conversations as much shorter.
+shapes are made up. Those of agents are trajectories (`plan.mock.PROFILES`); longer ones than the window are left out.
+The window is 128K, on two cores a sixteenth of it, with conversations as much shorter.
 
 Speed-ups are ratios of times, of the clock, and of computing time alone (the critical path of CPU times and what else
-the thread computes), which other programs on the machine change less. Writes benchmarks/results/sft_cpu.json in about a
-quarter of an hour.
+the thread computes), which other programs on the machine change less. Writes benchmarks/results/sft_cpu.json, or
+sft_cpu_agents.json, in about a quarter of an hour.
 """
 
 import itertools
@@ -34,6 +35,7 @@ from benchmarks.end_to_end_cpu import measure_profile
 from benchmarks.lengths import WINDOW
 from benchmarks.results import Row
 from benchmarks.training_cpu import Steps, Turns, arguments, by_turns, train, warm
+from megatron_wlb.plan.mock import PROFILES
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 
 SHORTER = 16
@@ -58,6 +60,15 @@ def mix(count: int) -> np.ndarray:
     short = rng.lognormal(np.log(MEDIAN), SIGMA, count)
     long = np.exp(rng.uniform(np.log(LONG[0]), np.log(LONG[1]), count))
     return np.where(rng.random(count) < LONG_SHARE, long, np.clip(short, 64, LONG[0])).astype(np.int64)
+
+
+def agents(count: int) -> np.ndarray:
+    """The same of agents."""
+    drawn = PROFILES["agents"].lengths.draw(2 * count, 0)
+    return drawn[drawn <= WINDOW][:count]
+
+
+LENGTHS = {"chats": mix, "agents": agents}
 
 
 def lines(lengths: np.ndarray, window: int) -> dict[str, np.ndarray]:
@@ -92,12 +103,12 @@ def train_padded(turns: Turns, way: int, argv: list[str], first: int) -> Steps:
     return train(turns, way, argv, first)
 
 
-def measured(folder: Path, size: Namespace) -> list[Row]:
+def measured(folder: Path, size: Namespace, drawn: np.ndarray) -> list[Row]:
     """A row for every layout and kind of file."""
     warm()
     window, profile = size.window, measure_profile(folder, quick=True)
     tokenizer = write_tokenizer(folder / "tokenizer")
-    made = [conversation([int(letters)], i) for i, letters in enumerate(mix(100 * size.lines) // SHORTER)]
+    made = [conversation([int(letters)], i) for i, letters in enumerate(drawn // SHORTER)]
     lengths = np.array([FORMAT_TOKENS + sum(len(message["content"]) for message in each) for each in made])
     flags = f"--sft --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer} --sft-tokenizer-prompt-format {FORMAT}"
     flags += f" --make-vocab-size-divisible-by 512 --wlb --wlb-profile {profile} --wlb-max-tokens {2 * window}"
@@ -139,13 +150,18 @@ def time_of(layout: str, step: Steps, clock: str) -> float:
 
 
 def main() -> None:
-    args = results.parser(__doc__, "two steps").parse_args()
+    parser = results.parser(__doc__, "two steps")
+    parser.add_argument("--lengths", choices=LENGTHS, default="chats", help="default: chats")
+    args = parser.parse_args()
+    draw = LENGTHS[args.lengths]
     steps = 2 if args.quick else STEPS
     size = Namespace(window=WINDOW // SHORTER, steps=steps, lines=(1 + steps) * WINDOWS)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measured(Path(folder), size)
-    lengths = mix(100_000)
-    settings = {**vars(size), "windows": WINDOWS, "long_share": LONG_SHARE, "long": LONG, "median": MEDIAN}
+        rows = measured(Path(folder), size, draw(100 * size.lines))
+    lengths = draw(100_000)
+    settings = {**vars(size), "windows": WINDOWS}
+    if draw is mix:
+        settings |= {"long_share": LONG_SHARE, "long": LONG, "median": MEDIAN}
     settings["padding"] = {
         kind: 1 - float(lengths.sum() / (len(begins) - 1) / WINDOW) for kind, begins in lines(lengths, WINDOW).items()
     }
@@ -154,7 +170,7 @@ def main() -> None:
     wanted = [
         results.at_least(f"{row['layout']}: {name} {row['over']}", row["over theirs, computing"], GOAL) for row in rows
     ]
-    results.finish(args, "sft_cpu", settings=settings, rows=rows, goals=wanted)
+    results.finish(args, "sft_cpu" + "_agents" * (draw is agents), settings=settings, rows=rows, goals=wanted)
 
 
 if __name__ == "__main__":

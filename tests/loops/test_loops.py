@@ -2,7 +2,7 @@
 
 Of verl and ms-swift the released file is loaded, without the packages that it imports:
 
-    .venv/bin/python -m pip install --no-deps --target .venv/loops verl==0.9.1 ms-swift==4.6.0 binpacking==2.0.1
+    .venv/bin/python -m pip install --no-deps --target .venv/loops --requirement requirements/loops.txt
 """
 
 import sys
@@ -57,6 +57,29 @@ def released(monkeypatch, name, **imported):
     monkeypatch.setitem(sys.modules, name, loaded)
     exec(compile(path.read_text(), path, "exec"), vars(loaded))
     return loaded
+
+
+class Attends(torch.nn.Module):
+    """Log probabilities of tokens, by attention inside each sequence of a pack."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embedding = torch.nn.Parameter(torch.randn(32, 8, generator=generator, dtype=torch.float64))
+        self.projection = torch.nn.Parameter(torch.randn(8, 24, generator=generator, dtype=torch.float64))
+
+    def forward(self, tokens, lengths):
+        sequence, place = torch.arange(len(lengths)).repeat_interleave(lengths), torch.arange(len(tokens))
+        seen = (sequence[:, None] == sequence) & (place[:, None] >= place)
+        q, k, v = (self.embedding[tokens] @ self.projection).chunk(3, -1)
+        found = (q @ k.T).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        return (found @ self.embedding.T).log_softmax(-1)[place, tokens]
+
+
+def token_rows(count):
+    """Sequences of up to 256 tokens."""
+    rng = np.random.default_rng(1)
+    return [torch.from_numpy(rng.integers(0, 32, length // 16 + 1)) for length in drawn(count)]
 
 
 def spread(parts, lengths, on):
@@ -162,6 +185,46 @@ def test_ranks_of_verl_have_equally_many_micro_batches(seqlen_balancing):
     assert all(sorted(chain.from_iterable(rows)) == list(range(12)) for rows in ranks)
 
 
+@pytest.fixture
+def engine(monkeypatch):
+    """What all engines of verl divide a batch with, and put its outputs together."""
+    released(monkeypatch, "verl.utils.tensordict_utils")
+    others = {"verl__protocol": {"DataProto": object}, "verl__utils__device": {"get_device_name": None}}
+    released(monkeypatch, verl.MODULE, **others)
+    released(monkeypatch, "verl.utils.dataset.dataset_utils")
+    of_devices = dict.fromkeys(("is_npu_available", "manual_seed", "manual_seed_all"))
+    others = {"verl__utils__device": of_devices, "verl__utils__py_functional": {"append_to_dict": None}}
+    return released(monkeypatch, "verl.workers.engine.utils", **others)
+
+
+def trained_by(engine, sequences, group):
+    """Places by micro-batch; log probabilities in the batch's order, gradients of sequences' weights and the model."""
+    weights = torch.ones(len(sequences), dtype=torch.float64, requires_grad=True)
+    ids = torch.nested.nested_tensor(sequences, layout=torch.jagged)
+    batch = engine.tu.get_tensordict({"input_ids": ids, "weights": weights}, {"max_token_len_per_gpu": 512})
+    model, outputs = Attends(), []
+    micro_batches, places = engine.prepare_micro_batches(batch, num_batches_divided_by=group)
+    for micro_batch in micro_batches:
+        ids = micro_batch["input_ids"]
+        lengths = ids.offsets().diff()
+        found = model(ids.values(), lengths)
+        (found * micro_batch["weights"].repeat_interleave(lengths)).sum().backward()
+        found = torch.nested.nested_tensor_from_jagged(found.detach(), ids.offsets())
+        outputs.append({"model_output": {"log_probs": found}})
+    found = engine.postprocess_batch_func(outputs, places, batch)["model_output"]["log_probs"]
+    return places, [found.values(), weights.grad, *(weight.grad for weight in model.parameters())]
+
+
+@pytest.mark.parametrize(("layout", "group"), [({}, None), ({"pp": 4}, None), ({"pp": 2, "vpp": 2}, 2)])
+def test_an_engine_of_verl_trains_every_sequence_as_without(engine, layout, group):
+    sequences = token_rows(64)
+    theirs, want = trained_by(engine, sequences, group)
+    with verl.balanced(job_on(**layout)):
+        ours, got = trained_by(engine, sequences, group)
+    assert ours != theirs and want[1].count_nonzero() == 64
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
 # slime, NeMo-RL: their functions' parameters -------------------------------------------------------------------------
 
 
@@ -237,6 +300,35 @@ def packing(monkeypatch):
     return released(
         monkeypatch, "swift.dataset.packing", swift__template={"MaxLengthError": ValueError}, swift__utils=utils
     )
+
+
+def test_the_packs_of_ms_swift_train_every_sequence_as_without(packing, monkeypatch):
+    """Its own dataset, made by its own worker."""
+    monkeypatch.setattr(packing, "is_master", lambda: True)
+    monkeypatch.setattr(packing, "split_list", lambda lengths, parts: [lengths])
+    sequences = token_rows(64)
+
+    class Rows:
+        def __getitem__(self, key):
+            return [len(row) for row in sequences] if key == "lengths" else (key, sequences[key])
+
+        def __len__(self):
+            return len(sequences)
+
+    def train():
+        weights, model = torch.ones(64, dtype=torch.float64, requires_grad=True), Attends()
+        packs = packing.PackingDataset(Namespace(max_length=512), Rows())
+        for i in range(len(packs)):
+            places, rows = zip(*packs[i], strict=True)
+            lengths = torch.tensor([len(row) for row in rows])
+            (model(torch.cat(rows), lengths) * weights[list(places)].repeat_interleave(lengths)).sum().backward()
+        return packs.packed_idx, [weights.grad, *(weight.grad for weight in model.parameters())]
+
+    theirs, want = train()
+    with ms_swift.balanced(job_on(pp=2)):
+        ours, got = train()
+    assert ours != theirs and want[0].count_nonzero() == 64
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 def test_packs_of_ms_swift_have_equal_work(packing):
