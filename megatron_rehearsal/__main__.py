@@ -2,8 +2,8 @@
 
 Runs torch's build for CUDA and Megatron as the job would, with --wlb or without, over a stand-in for CUDA and NCCL:
 memory is address space up to the card's size, kernels do nothing, and calls of NCCL are written down. Nothing is
-computed and no time is measured; neither losses nor checkpoints are written. Says what each rank allocates and
-reserves, whether that fits, and where the host waits for the device. With --ranks all, NCCL calls of all ranks are
+computed and no time is measured; neither losses nor checkpoints are written. Says how much each rank allocates
+and reserves, whether that fits, and where the host waits for the device. With --ranks all, NCCL calls of all ranks are
 matched.
 
     megatron-rehearse --gpu h100 -- torchrun --nproc-per-node 8 pretrain_gpt.py --wlb --num-layers 32 ...
@@ -45,13 +45,13 @@ TITLES = ("rank", "predicted", "allocated", "reserved", "retries", "syncs", "cop
 
 @files.ending()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rehearse what the words say (default: the arguments of the process). Returns the exit code."""
+    """Rehearse the command in the words (default: the arguments of the process). Returns the exit code."""
     parser = Parser(
         prog="megatron-rehearse",
         usage="%(prog)s [LOG] --gpu GPU [--ranks auto|all|0,17] [--steps 6] [--json FILE] [--html FILE] [-- COMMAND]",
         description=(__doc__ or "").partition("\n\n")[2],
     )
-    parser.add_argument("log", nargs="?", metavar="LOG", help="what a run with --wlb printed; - for standard input")
+    parser.add_argument("log", nargs="?", metavar="LOG", help="output of a run with --wlb; - for standard input")
     parser.add_argument("--gpu", choices=GPUS, required=True)
     parser.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="memory of the card; default: its profile's")
     parser.add_argument("--ranks", default="auto", help="to run: all, or some as 0,17; default: one of every kind")
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
 
 
 def task_of(args: argparse.Namespace, command: list[str], notes: list[str]) -> tuple[Task, Parallel, bool]:
-    """Return what is rehearsed, its layout, and whether its memory is predicted. Raises ValueError on wrong input."""
+    """Return the task, its layout, and whether its memory is predicted. Raises ValueError on wrong input."""
     launched = read_command(command, any_model="--wlb" not in command) if command else read_log(args.log)
     stated = launched.stated
     if launched.is_log:  # of the last release, maybe

@@ -1,4 +1,4 @@
-"""What a rehearsal may do: take these arguments from a log, and write in a folder of its own alone."""
+"""Limits of a rehearsal: it takes these arguments from a log, and writes in a folder of its own alone."""
 
 import argparse
 import errno
@@ -31,8 +31,8 @@ def of_log(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of a log that differ from `options` and may be taken, and the names of others.
 
-    A log may come from anybody. Arguments of a step are taken, as numbers, switches and what their flags in `parser`
-    have to choose from: none names a module, an address or a file but the data's.
+    A log may come from anybody. Arguments of a step are taken, as numbers, switches and choices of their flags in
+    `parser`: none names a module, an address or a file but the data's.
     """
     settings = (PlanSettings, RunSettings, Sharding)  # which check their words themselves
     ours = {f"wlb_{f.name}" for kind in settings for f in fields(kind)} - {"wlb_log", "wlb_profile"} | {"wlb_packing"}
@@ -70,7 +70,7 @@ def confine(folder: str) -> None:
 
     def watch(event: str, given: tuple[Any, ...]) -> None:
         if event in _CALLS and (event.startswith("socket.get") or isinstance(given[1], tuple)):  # text: of this machine
-            raise PermissionError(errno.EACCES, f"a rehearsal asks nobody, and {event} would be called")
+            raise PermissionError(errno.EACCES, f"a rehearsal has no network: {event} is blocked")
         opens = event == "open" and (given[2] or 0) & writes != 0
         for path, at in zip(given, (None,) if opens else _CHANGES.get(event, ()), strict=False):
             if isinstance(path, str | bytes | os.PathLike):

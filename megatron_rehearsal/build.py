@@ -63,9 +63,9 @@ def library() -> Path:
 
 
 def _cache() -> Path:
-    """Return the folder of what is built, made if need be.
+    """Return the folder of built libraries, made if need be.
 
-    What lies there runs. Raises ValueError if others may write there, or if the loader cannot take its name.
+    Files there run. Raises ValueError if others may write there, or if the loader cannot take its name.
     """
     home, remedy = os.environ.get("XDG_CACHE_HOME", ""), "give a folder of your own as XDG_CACHE_HOME"
     try:
@@ -77,12 +77,12 @@ def _cache() -> Path:
     if re.search(r"[\s:;]", str(folder)):
         raise ValueError(f"{folder} has a blank, colon or semicolon, at which LD_PRELOAD is cut; {remedy}")
     if folder.stat().st_uid != os.geteuid():
-        raise ValueError(f"{folder} is another user's, and what lies there would run; {remedy}")
+        raise ValueError(f"{folder} is another user's, and files there would run; {remedy}")
     folder.chmod(0o700)
     for each in folder.parents:
         mode = each.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise ValueError(f"all may write in {each}, and what lies in {folder} would run; {remedy}")
+            raise ValueError(f"all may write in {each}, and files in {folder} would run; {remedy}")
     return folder
 
 

@@ -10,7 +10,7 @@ from megatron_wlb.plan.step import StepPlan, plan_packed
 
 
 class Experts:
-    """Knows the rows of every rank's micro-batches, and writes what an even router would count."""
+    """Knows the rows of every rank's micro-batches, and writes the counts of an even router."""
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[bool, Any]] = Counter()

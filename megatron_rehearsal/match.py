@@ -1,7 +1,7 @@
 """Whether the NCCL calls of all ranks of a job match, and none waits for ever: their records, played together.
 
 Kernels take no time. A call begins when its stream, and the hardware queue that the stream shares, have come to it; it
-ends when all its ranks have begun. That is the pessimistic reading: NCCL may buffer what is small.
+ends when all its ranks have begun. That is the pessimistic reading: NCCL may buffer small messages.
 """
 
 from collections import Counter, defaultdict, deque
@@ -24,7 +24,7 @@ class Call(NamedTuple):
     group: tuple[str, tuple[int, ...]]
     """The communicator: its key, and its ranks."""
     same: tuple[int, int, int]
-    """What its ranks must agree on: elements, type, and root or reduction."""
+    """Values that its ranks must agree on: elements, type, and root or reduction."""
     peer: int
     """The other rank of a transfer."""
     where: tuple[str, str]
@@ -36,11 +36,11 @@ class Call(NamedTuple):
 
 
 Item = tuple[Kind, int, int, list[Call]]
-"""What a host does: kind, stream, event, and the calls of a group."""
+"""An action of a host: kind, stream, event, and the calls of a group."""
 
 
 def program(result: dict[str, Any], records: np.ndarray) -> list[Item]:
-    """Return what a rank's host does, in order; calls of a group are one item."""
+    """Return the actions of a rank's host, in order; calls of a group are one item."""
     groups = {int(number): (key, tuple(ranks)) for number, (key, ranks) in result["communicators"].items()}
     lines, rank = [tuple(line) for line in result["lines"]], result["rank"]
     items: list[Item] = []
@@ -69,7 +69,7 @@ def program(result: dict[str, Any], records: np.ndarray) -> list[Item]:
 
 
 def match(programs: Mapping[int, list[Item]], one_queue: bool) -> list[str]:
-    """Return what is wrong with the calls of ranks, [] if nothing; others are taken to call what their kind calls.
+    """Return the faults in the calls of ranks, [] if none; other ranks are taken to make the calls of their kind.
 
     `one_queue`: all streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
     """
@@ -93,7 +93,7 @@ class _Play:
             self._advance(self._work.popleft())
 
     def waiting(self) -> list[str]:
-        """Return what ranks wait for that have not come to their end."""
+        """Return the calls that unfinished ranks wait for."""
         found = []
         there = [call for each in self._there.values() for calls in each.values() for call, _ in calls]
         for rank, program in self._programs.items():

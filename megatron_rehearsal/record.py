@@ -1,4 +1,4 @@
-"""What the stand-in wrote down of a rank: the records of `native/record.h`."""
+"""The stand-in's log of a rank: the records of `native/record.h`."""
 
 from collections import Counter, defaultdict
 from enum import IntEnum

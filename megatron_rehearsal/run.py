@@ -1,4 +1,4 @@
-"""Runs chosen ranks of a job, a process each, and judges what they say."""
+"""Runs chosen ranks of a job, a process each, and judges their results."""
 
 import contextlib
 import itertools
@@ -23,7 +23,7 @@ from megatron_rehearsal.task import Task
 from megatron_wlb.job import Parallel
 
 ROOM = 0.95
-"""Share of a card that may be reserved: the rest is for what a rehearsal does not see, the context and NCCL."""
+"""Share of a card that may be reserved: the rest is for the context and NCCL, which a rehearsal does not see."""
 CLOSE, CLOSE_GIB = 0.05, 0.25
 """By which prediction and rehearsal may differ, the larger of the two: workspaces of kernels are not predicted."""
 WHOLE = 64
@@ -35,7 +35,7 @@ def chosen(p: Parallel, *, every: bool) -> list[int]:
 
     `every`: those whose calls stand for the calls of all. These are all ranks of jobs of up to `WHOLE`. Of larger ones,
     they are two tensor-parallel ranks, and the first and the last data-parallel rank, of every stage and context-
-    parallel rank: others call what their neighbours call.
+    parallel rank: others make the calls of their neighbors.
     """
     whole = every and p.num_gpus <= WHOLE
     tp = range(p.tp if whole else min(2, p.tp) if every else 1)
@@ -48,7 +48,7 @@ def rehearse(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Run ranks, as many at a time as there are processors.
 
-    Returns what each saw, of the last step and of all, and what is wrong with their NCCL calls, [] if nothing. `whole`:
+    Returns the result of each, of the last step and of all, and the faults in their NCCL calls, [] if none. `whole`:
     the ranks stand for all of the job, so that their calls are matched. `advance` is told of ranks that have ended.
     Raises ValueError with the reason if one ends before its first step for another reason than memory.
     """
@@ -67,7 +67,7 @@ def rehearse(
 
 
 def _run(task: Task, ranks: Sequence[int], folder: Path) -> Generator[tuple[int, int | None]]:
-    """Run `megatron_rehearsal.worker`; yields ranks that have ended, with their status; None: it ended itself."""
+    """Run `megatron_rehearsal.worker`; yields ranks that have ended, with their status, None if it ended itself."""
     cuda = str(library() / "libcuda.so.1")  # cuDNN's frontend opens a library for itself
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
     environment |= {"LD_PRELOAD": cuda, "LD_LIBRARY_PATH": str(library()), "CUDNN_FRONTEND_CUDART_LIB_NAME": cuda}
@@ -97,7 +97,7 @@ def _run(task: Task, ranks: Sequence[int], folder: Path) -> Generator[tuple[int,
 
 
 def _result(folder: Path, rank: int, status: int | None) -> dict[str, Any]:
-    """Return what a rank wrote. Raises ValueError with the reason if it ended for another reason than memory."""
+    """Return the result of a rank. Raises ValueError with the reason if it ended for another reason than memory."""
     written = folder / f"{rank}.json"
     result: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {"error": "SystemExit"}
     error = result.get("error")
@@ -111,7 +111,7 @@ def _result(folder: Path, rank: int, status: int | None) -> dict[str, Any]:
 
 
 def verdict(ranks: list[dict[str, Any]], task: Task, wrong: Sequence[str], *, modelled: bool) -> tuple[str, str]:
-    """Return whether a job fits, and what to do if not, or if memory is predicted wrong.
+    """Return whether a job fits, and the remedy if not, or if memory is predicted wrong.
 
     `wrong`: with its NCCL calls. `modelled`: memory is predicted, of the job's own number format.
     """

@@ -1,4 +1,4 @@
-"""What a worker is told, and the GPUs that can be rehearsed."""
+"""The task of a worker, and the GPUs that can be rehearsed."""
 
 from typing import Any
 
@@ -52,4 +52,4 @@ class Task(msgspec.Struct, kw_only=True):
     """Train mock data, since the job's own are not here."""
     ranks: list[int] = []
     folder: str = ""
-    """Where results go: RANK.json, and RANK.log for what the stand-in writes down."""
+    """Where results go: RANK.json, and RANK.log for the stand-in's records."""

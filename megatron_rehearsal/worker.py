@@ -1,6 +1,6 @@
 """Ranks of a rehearsal, with the stand-in loaded: `python -m megatron_rehearsal.worker TASK.json`.
 
-Each runs what the job's script runs in a fork, since imports take longer than most ranks, and as many at a time as
+Each runs the job's script in a fork, since imports take longer than most ranks, and as many at a time as
 there are processors. Standard output has a line "RANK STATUS" for each that has ended.
 """
 
@@ -80,7 +80,7 @@ class Watch:
 
 
 def main() -> None:
-    """Import what a job needs, then run each rank in a fork."""
+    """Import the packages of a job, then run each rank in a fork."""
     task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task)
     allowed.confine(task.folder)
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def _run(task: Task, rank: int, watch: Watch, store: Any) -> None:
-    """Run a rank, write its results, and end at once: nothing of the stand-in is worth an orderly exit."""
+    """Run a rank, write its results, and end at once: the stand-in needs no orderly exit."""
     said = os.open(Path(task.folder, f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 2)
     os.dup2(said, 1)  # losses and other values mean nothing
@@ -133,19 +133,19 @@ def _run(task: Task, rank: int, watch: Watch, store: Any) -> None:
 
 
 class Run:
-    """A rank of the job, and what is seen of it."""
+    """A rank of the job, and its result."""
 
     def __init__(self, task: Task, rank: int, watch: Watch) -> None:
         self._task, self._watch = task, watch
         self._planned: dict[str, Any] = {}
-        """Of the running step, with `--wlb`: tokens of micro-batches, and what the memory model says."""
+        """Of the running step, with `--wlb`: tokens of micro-batches, and the predictions of the memory model."""
         self._passes: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._most, self._kept = [0, 0], 0
         self._experts = Experts()
         self.result: dict[str, Any] = {"rank": rank, "steps": [], "passes": [], "weights": 0, "left_out": []}
 
     def run(self) -> None:
-        """Run the job's script with few steps and without what leaves traces."""
+        """Run the job's script with few steps, so that it leaves no traces."""
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.optimizer import clip_grads, optimizer
         from megatron.core.pipeline_parallel import combined_1f1b, schedules
@@ -204,7 +204,7 @@ class Run:
         return options
 
     def _changes(self, options: Namespace) -> dict[str, Any]:
-        """Arguments that differ from the job's: fewer steps, nothing written, nothing that reads values."""
+        """Arguments that differ from the job's: fewer steps, no output, and no feature that reads values."""
         changes: dict[str, Any] = dict.fromkeys(_UNSET)
         changes |= {"train_iters": self._task.steps, "lr_warmup_samples": 0, "lr_warmup_iters": 0, "eval_iters": 0}
         changes |= {"vocab_size": self._task.vocab_size, "rerun_mode": "disabled", "data_cache_path": self._task.folder}
@@ -298,7 +298,7 @@ def _build(original: Any, builder: Any) -> Any:
 
 
 def _norm(original: Any, *args: Any, **kwargs: Any) -> float:
-    """Return the gradient norm: values are those of memory that nothing wrote to, and upstream takes a root of them."""
+    """Return a fixed gradient norm: upstream takes a root of values, which the stand-in's memory does not hold."""
     original(*args, **kwargs)
     return 2.0
 

@@ -1,6 +1,6 @@
 """Balanced packing, pipelining and context parallelism (WLB-LLM) for Megatron-LM.
 
-What a training loop of one's own needs has its name here; `examples/` shows how it is used.
+A training loop of your own finds all that it needs here; `examples/` shows how to use it.
 """
 
 try:

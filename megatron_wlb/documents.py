@@ -1,4 +1,4 @@
-"""What a plan is made of: half-open ranges of integers.
+"""The parts of a plan: half-open ranges of integers.
 
 A sample of Megatron's dataset consists of pieces of documents; each is a document for everything that follows.
 """
@@ -62,7 +62,7 @@ class Draw(Protocol):
 
     @property
     def exhausted(self) -> bool:
-        """The data is at its end: what waits must be packed now."""
+        """The data is at its end: waiting documents must be packed now."""
 
     @property
     def early_tokens(self) -> int:
@@ -72,9 +72,9 @@ class Draw(Protocol):
         """The next DOCUMENT rows, whole samples of at least `tokens` tokens in all unless the data ends."""
 
     def own(self, most_tokens: int | None = None) -> np.ndarray:
-        """Return DOCUMENT rows of what is left of the step's own N samples, at most about `most_tokens`.
+        """Return DOCUMENT rows of the rest of the step's own N samples, at most about `most_tokens`.
 
-        What earlier steps took too little is not made up for.
+        Tokens that earlier steps were short of are not made up for.
         """
 
 
@@ -82,25 +82,25 @@ class Policy(Protocol):
     """A packing policy: which documents run in a step, in which micro-batch."""
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
-        """The micro-batches of step `step`, from what waits and what the policy draws."""
+        """The micro-batches of step `step`, from waiting documents and those that the policy draws."""
 
     def waiting(self) -> dict[str, np.ndarray]:
         """Return documents drawn and not yet packed, by place: DOCUMENT arrays."""
         return {}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over what `waiting` gave."""
+        """Take over the result of `waiting`."""
         return  # a policy may keep nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What one context-parallel rank holds of a micro-batch.
+    """The rows of a micro-batch on one context-parallel rank.
 
     One varlen attention call computes each of its *calls*: segments in which a document occurs at most once, in order.
     Local rows follow the calls. For attention in rounds, and wherever a mask hides tiles that take time, these are
-    documents that are whole on the rank, then heads and tails of others; else heads with what is whole, and tails; on a
-    single rank all documents.
+    documents that are whole on the rank, then heads and tails of others. Otherwise they are heads with whole documents,
+    then tails. On a single rank they are all documents.
     """
 
     calls: tuple[np.ndarray, ...]

@@ -51,7 +51,7 @@ def read(path: str | os.PathLike[str], most_bytes: int, remedy: str) -> bytes:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, which cleans up, in the main thread and where nothing else handles it."""
+    """Turn SIGTERM into SystemExit, which cleans up, in the main thread and where no other handler is set."""
     free = threading.current_thread() is threading.main_thread()
     free = free and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if free:

@@ -121,7 +121,7 @@ class Recompute:
     """Activation recomputation, by the names and values of Megatron's flags."""
 
     granularity: Annotated[str, Meta(pattern=r"\A(full|selective)\Z")] | None = None
-    """full: a layer keeps its input only; selective: it drops `modules`; None: nothing is recomputed."""
+    """full: a layer keeps its input only. selective: it drops `modules`. None: nothing is recomputed."""
     method: Annotated[str, Meta(pattern=r"\A(block|uniform)\Z")] | None = None
     """block: recompute `num_layers` of each virtual stage; uniform: `num_layers` at a time from a shared input."""
     num_layers: SizeOrNone | None = None
@@ -161,8 +161,8 @@ class Sharding(Settings):
     )
     cp_gradients: str = setting(
         "fp32",
-        "Dtype in which dK and dV travel between context-parallel ranks, which add them up in fp32. model: that of the "
-        "model's activations, half the bytes where it is bf16, at the price of one more rounding.",
+        "Dtype in which dK and dV travel between context-parallel ranks, which add them up in fp32. model: the dtype "
+        "of activations, half the bytes where it is bf16, at the price of one more rounding.",
         choices=("fp32", "model"),
     )
 
@@ -314,7 +314,7 @@ class Job:
         flag = "" if count == self.global_batch_size else " (--wlb-micro-batches)"
         if count % dp:
             raise ValueError(
-                f"{count} micro-batches a step cannot be shared by {dp} data-parallel ranks; give a multiple of "
+                f"{count} micro-batches per step cannot be shared by {dp} data-parallel ranks; give a multiple of "
                 f"{dp}{flag}"
             )
         stages, rank_count = self.parallel.pp, count // dp
@@ -322,7 +322,7 @@ class Job:
         nearest = nearest_counts(rank_count, stages, group) if self.parallel.vpp > 1 else (rank_count,)
         if rank_count not in nearest:
             raise ValueError(
-                f"{count} micro-batches a step, {rank_count} of a data-parallel rank, cannot be interleaved over "
+                f"{count} micro-batches per step, {rank_count} of a data-parallel rank, cannot be interleaved over "
                 f"{stages} pipeline stages in groups of {group}; give {' or '.join(str(n * dp) for n in nearest)}{flag}"
             )
         self.schedule()
@@ -331,8 +331,8 @@ class Job:
         count = self.num_micro_batches
         if self.packing.fixed_length and count != self.global_batch_size:
             raise ValueError(
-                f"{count} micro-batches for {self.global_batch_size} windows a step: those of {self.packing.name} "
-                "packing are one window long; give as many"
+                f"{count} micro-batches for {self.global_batch_size} windows per step: micro-batches of "
+                f"{self.packing.name} packing are one window long; give as many"
             )
 
     @property
@@ -354,7 +354,7 @@ class Job:
 
     @property
     def keeps_exchanged(self) -> bool:
-        """Whether what is exchanged, before attention, is kept for backward: latents."""
+        """Whether exchanged values, before attention, are kept for backward: latents."""
         return self.cp_exchange == "latents"
 
     @property
@@ -383,7 +383,7 @@ class Job:
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a global batch, N * C: what steps hold on average."""
+        """Tokens of a global batch, N * C: the mean of steps."""
         return self.global_batch_size * self.context_length
 
     @property

@@ -24,9 +24,9 @@ class Matrix(NamedTuple):
     outputs: int
     inputs: int
     divided: str
-    """What tensor-parallel ranks divide: outputs (column-parallel), inputs, or rows."""
+    """The side that tensor-parallel ranks divide: outputs (column-parallel), inputs, or rows."""
     copies: int = 1
-    """Experts that a row goes to, whose sizes are summed in what is divided."""
+    """Experts that a row goes to, whose sizes are summed in the divided side."""
 
     @property
     def weights(self) -> int:
@@ -42,7 +42,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixer:
-    """What a layer has in the place of attention, over all heads: a convolution and a scan of projected rows."""
+    """The part of a layer in the place of attention, over all heads: a convolution and a scan of projected rows."""
 
     projected: Size
     """Values that a row is projected to; all of them go to the ranks of their heads."""
@@ -85,7 +85,7 @@ class ModelShape:
     moe_router_topk: SizeOrNone = 0
     """Experts that a token goes to; 0: a dense model."""
     num_experts: SizeOrNone = 0
-    """Experts of a layer; 0: those of a token."""
+    """Experts of a layer; 0: as many as a token has."""
     moe_router_num_groups: Count = 1
     """Groups of experts, of which a token goes to `moe_router_group_topk`."""
     moe_router_group_topk: Count = 1
@@ -265,7 +265,7 @@ class ModelShape:
         return sum(matrix.weights for matrix in self.matrices_of(kind) if part in ("", matrix.part))
 
     def held_weights_of(self, kind: str) -> tuple[int, int]:
-        """Return the weights of all matrices of a layer but those of routed experts, and of these."""
+        """Return the weights of all matrices of a layer but routed experts', and of routed experts."""
         shared = self.shared_ffn_hidden_size / self.ffn_hidden_size
         of_token = int(self.weights_of(kind, "experts") * (1 - shared))
         held = of_token * (self.num_experts or self.moe_router_topk) // max(1, self.moe_router_topk)
@@ -281,7 +281,7 @@ class ModelShape:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all weights are known, not only those of a token's experts."""
+        """Whether all weights are known, not only a token's experts."""
         return not self.moe_router_topk or self.num_experts > 0
 
     @property
@@ -297,10 +297,10 @@ class ModelShape:
     @property
     def token_weights(self) -> int:
         """Weights that multiply a token in a layer, with its scan and a share of those outside."""
-        ahead = self.mtp_num_layers
-        beside = (1 + ahead) * self.vocabulary_weights + ahead * self.joining_weights
+        depths = self.mtp_num_layers
+        beside = (1 + depths) * self.vocabulary_weights + depths * self.joining_weights
         scan = self._mean({kind: mixer.scan if (mixer := self.mixer_of(kind)) else 0 for kind in self.kinds})
-        return self.layer_weights + scan + beside // (self.num_layers + ahead)
+        return self.layer_weights + scan + beside // (self.num_layers + depths)
 
     @property
     def joining_weights(self) -> int:
@@ -369,8 +369,8 @@ MODELS = {
         61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, num_experts=256, shared_ffn_hidden_size=2048, **_V3
     ),
 }
-"""llama2-7b, codellama-34b, llama2-70b: published (Touvron et al. 2023, Roziere et al. 2023); llama3-8b, llama3-405b:
-The Llama 3 Herd of Models, table 3; qwen3-30b-a3b, qwen3-235b-a22b: their config.json; deepseek-v2-lite, deepseek-v3:
+"""llama2-7b, codellama-34b, llama2-70b: published (Touvron et al. 2023, Roziere et al. 2023). llama3-8b, llama3-405b:
+The Llama 3 Herd of Models, table 3. qwen3-30b-a3b, qwen3-235b-a22b: their config.json. deepseek-v2-lite, deepseek-v3:
 their technical reports (2024), but with experts in the first layers, too. The paper does not publish the shapes of 550M
 and 30B. Assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b the layers, width and heads of OPT-30B, both
 LLaMA's feed-forward ratio of 8/3."""

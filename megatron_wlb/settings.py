@@ -67,7 +67,7 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Check what ranges and choices cannot express; raises ValueError."""
+        """Check rules that ranges and choices cannot express; raises ValueError."""
 
     @classmethod
     def add_flags(cls, group: Any) -> None:

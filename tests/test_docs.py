@@ -67,7 +67,7 @@ DIALECT = {
     "semicolons in a chain": r";[^.;]*;",
     "'what' as a noun": r"\b[Ww]hat (?!is (refused|set|the same)|changes|runs|if|would end|was tested|Megatron's)",
     "'that of'": r"\b(?:that|those) of\b",
-    "nobody as a subject": r"\b(?:[Nn]obody|[Nn]othing|[Ss]omebody) (?!(?:is|was|has) )",
+    "nobody as a subject": r"\b(?:[Nn]obody|[Nn]othing|[Ss]omebody) (?!(?:is|was|has|to) )",
     "'alike', 'anew'": r"\b(?:alike|anew)\b",
     "'go by' for 'follow'": r"\b(?:go|goes|went) by\b",
     "'a' for 'per'": r"\b(?:tokens|micro-batches|windows|times) a (?:second|step|rank|GPU|pipeline|stage)\b",
@@ -77,30 +77,53 @@ DIALECT = {
 LEFT_OUT = re.compile(r"<!-- .*? -->.*?<!-- end of .*? -->|```.*?```|^    .*?$|^#.*?$", re.DOTALL | re.MULTILINE)
 
 
+def texts(source):
+    """Every text in a Python file, with … for the parts that are filled in, and whether it is a docstring."""
+    nodes = [*ast.walk(ast.parse(source.read_text()))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values), False
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value, id(node) in docstrings
+
+
+def odd(text, separators, left_out=()):
+    """Places of odd English in a text, by paragraph."""
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`", text))
+    return [
+        f"{name}: {block[max(0, found.start() - 60) : found.end() + 40]}"
+        for block in (" ".join(part.split()) for part in re.split(separators, text))
+        for name, pattern in DIALECT.items()
+        if name not in left_out and ("semicolons" not in name or not block.startswith("|"))
+        for found in re.finditer(pattern, block)
+    ]
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.stem)
 def test_plain_english(page):
-    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`", LEFT_OUT.sub("", page.read_text())))
-    found = [
-        f"{name}: {block[max(0, odd.start() - 60) : odd.end() + 40]}"
-        for block in (" ".join(part.split()) for part in re.split(r"\n\n|\n(?=\| |- |\d\. )", text))
-        for name, pattern in DIALECT.items()
-        if "semicolons" not in name or not block.startswith("|")
-        for odd in re.finditer(pattern, block)
-    ]
+    found = odd(LEFT_OUT.sub("", page.read_text()), r"\n\n|\n(?=\| |- |\d\. )")
     assert not found, "\n".join(found)
 
 
-def texts(source):
-    """Every text in a Python file, in order, with … for the parts that are filled in."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+SOURCES = sorted(path for package in ("megatron_wlb", "megatron_rehearsal") for path in (ROOT / package).rglob("*.py"))
+
+
+def test_plain_english_in_docstrings_messages_and_help():
+    found = [
+        f"{path.relative_to(ROOT)}: {place}"
+        for path in SOURCES
+        for text, is_docstring in texts(path)
+        # Messages have semicolons before the remedy, and between values of a list.
+        for place in odd(text, r"\n\n", () if is_docstring else ("semicolons in a chain",))
+    ]
+    facts = re.sub(r"{%.*?%}", "", (ROOT / "megatron_wlb/cli/templates/facts.txt").read_text())
+    found += odd(re.sub(r"{{.*?}}", "…", facts), "\n", ("semicolons in a chain",))
+    assert not found, "\n".join(found)
 
 
 def test_quoted_messages_are_those_of_the_code():
-    said = "\n\n".join(text for source in (ROOT / "megatron_wlb").rglob("*.py") for text in texts(source))
+    said = "\n\n".join(text for source in SOURCES for text, _ in texts(source))
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     quoted = {quote for row in rows for quote in re.findall("`([^`]+)`", row)} - {"Timed out waiting"}  # torch's
     assert len(quoted) > 20

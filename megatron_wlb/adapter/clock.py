@@ -67,7 +67,7 @@ class Clock:
             found[way].append([part for each in parts[way] for part in each])
 
     def watch(self, name: spans.Name) -> AbstractContextManager[None]:
-        """Return what a span of attention enters: waits for the exchange are timed, the others named."""
+        """Return the context of a span of attention: waits for the exchange are timed, the others named."""
         return self.span(name) if name == "exchange" else ranged(f"wlb {name}")
 
     def shares(self, step_seconds: float | None) -> dict[str, float] | None:

@@ -1,7 +1,7 @@
 """Runs upstream Megatron on gloo without a GPU, for development, demo and tests.
 
 `install()` redirects Megatron's "cuda" calls to the CPU. Call it before megatron is imported.
-`torch.cuda.is_available()` stays False, so nobody mistakes such a run for a GPU run.
+`torch.cuda.is_available()` stays False, so such a run is not mistaken for a GPU run.
 """
 
 import functools

@@ -122,7 +122,7 @@ def install() -> None:
 
 
 def _local_layers(config: Any, backend: Any = None) -> list[Any]:
-    """Return specs of local layers, where upstream has those of TransformerEngine alone."""
+    """Return specs of local layers, where upstream has only TransformerEngine's."""
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec

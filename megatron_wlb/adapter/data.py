@@ -24,8 +24,8 @@ class Reading:
     texts: Sequence[Text]
     """By dataset."""
     context_length: int
-    windows: int | None
-    """Windows over which upstream takes a mean: those of its micro-batch; None: documents run in other steps."""
+    samples_per_micro_batch: int | None
+    """Samples over which upstream takes a mean; None: documents run in other steps."""
     vocabulary: int
     """Tokens are below it."""
     depths: int = 0
@@ -37,13 +37,13 @@ class Reading:
     mean_of_means: bool = False
     """Whether upstream takes the mean over micro-batches of their means, as it evaluates conversations."""
     digest: bool = False
-    """Whether what is trained is counted, see `adapter/digest.py`."""
+    """Whether trained tokens are counted, see `adapter/digest.py`."""
 
     def origin(self, documents: np.ndarray, first_sample: int) -> np.ndarray:
         """Return the micro-batch without `--wlb` that DOCUMENT rows belong to, int64 [n]; 0 if in other steps."""
-        if self.windows is None:
+        if self.samples_per_micro_batch is None:
             return np.zeros(len(documents), np.int64)
-        return (documents["index"] // self.context_length - first_sample) // self.windows
+        return (documents["index"] // self.context_length - first_sample) // self.samples_per_micro_batch
 
     def targets(self, documents: np.ndarray, *, read: bool) -> np.ndarray:
         """Count the trained targets of DOCUMENT rows at every depth, int64 [n, 1 + depths]; `read`: by their tokens."""
@@ -103,7 +103,7 @@ class Batch:
     """int64 [1 + depths, s]; row k is k tokens further ahead. Only on stages with an embedding, and for a
     digest on those with the loss."""
     labels: torch.Tensor | None
-    """int64 [1 + depths, s]; only on stages with the loss, as what follows."""
+    """int64 [1 + depths, s]; only on stages with the loss, as the fields below."""
     loss_mask: torch.Tensor | None
     """float32 [1 + depths, s], 0 without a target or on padding."""
     origin: torch.Tensor | None
@@ -138,14 +138,14 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
     """Do layers take rows in the order of documents?"""
     encode: Encoding
     """Of the attention backend."""
-    windows: Sequence[int | None]
+    attention_windows: Sequence[int | None]
     """Of `ModelShape`."""
     order: Callable[[int], torch.Tensor] | None
     """Rows of the shard in the order of the model's, int64 [s] by their number; None: the same."""
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
         tokens = labels = loss_mask = origin = positions = None
-        metadata = ShardMetadata.build(plan.shards, self.cp_rank, self.encode, self.windows, self.in_order)
+        metadata = ShardMetadata.build(plan.shards, self.cp_rank, self.encode, self.attention_windows, self.in_order)
         if self.is_first or self.is_last:
             parts = self._read(plan)
             if self.order is not None:

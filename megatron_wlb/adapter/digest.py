@@ -1,9 +1,9 @@
 """A digest of all that a step trains, whatever the order and the micro-batches, with `--wlb` and without.
 
-It is the sum, modulo 2^64, of two hashes of every token, made on the device: of what the model is given, that is token,
-position and all keys that the token sees, after their exchange, and of what the loss is given besides, that is target
-and weight. The weight of a target is the step's number of targets times its share in the step's loss. It sees no
-kernels and no gradients, and of multi-token prediction only the main loss.
+It is the sum, modulo 2^64, of two hashes of every token, made on the device. One is of the model's input: token,
+position and all keys that the token sees, after their exchange. The other is of the loss's further input: target and
+weight. The weight of a target is the step's number of targets times its share in the step's loss. It sees no kernels
+and no gradients, and of multi-token prediction only the main loss.
 """
 
 import functools
@@ -45,13 +45,13 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _factors(weights: Tensor) -> Tensor:
-    """Return numbers that stand for float32 weights, int64; 0 for 0, so that what is not trained does not count."""
+    """Return numbers that stand for float32 weights, int64; 0 for 0, so that untrained targets do not count."""
     x = weights.view(torch.int32).long() * _FACTORS[0]
     return x ^ x >> 32
 
 
 def _keys(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return hashes of what keys are made from."""
+    """Return hashes of the tokens and positions that keys are made from."""
     return _mixed(tokens << 32 ^ positions)
 
 
@@ -62,7 +62,7 @@ def _pads(tokens: Tensor) -> Tensor:
 
 
 def _learned(args: Namespace) -> bool:
-    """Whether the model is given positions; those of others are of their document, since turns are relative."""
+    """Whether positions are learned; otherwise they count in the document, since rotations are relative."""
     return bool(args.position_embedding_type == "learned_absolute")
 
 
@@ -90,9 +90,9 @@ class Planned:
         self.part = torch.zeros((), dtype=torch.int64, device=self._device)
 
     def given(self, batch: Batch, model: Any, order: Callable[[int], Tensor] | None) -> Callable[[Tensor], None] | None:
-        """Add what a first stage is given; returns what adds the targets of a last one, by their weights [s].
+        """Add a first stage's input; returns the function that adds a last one's targets, by their weights [s].
 
-        `order`: that of `BatchDataset`.
+        `order`: as in `BatchDataset`.
         """
         stage = {"ignore_virtual": False, "vp_stage": get_attr_wrapped_model(model, "vp_stage")}
         first, last = mpu.is_pipeline_first_stage(**stage), mpu.is_pipeline_last_stage(**stage)
@@ -132,12 +132,12 @@ class Upstream:
 
     def _begin(self) -> None:
         self._parts: list[Tensor] = []
-        """Of what this rank has read since the last step, less its targets, int64 [] each."""
+        """Of the data that this rank has read since the last step, less its targets, int64 [] each."""
         self._means: list[Tensor] = []
-        """Sums of the targets' hashes, and their numbers, int64 [2, cp]: means are over what a rank has."""
+        """Sums of the targets' hashes, and their numbers, int64 [2, cp]: means are over a rank's targets."""
 
     def watching(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap upstream's forward step, to see what it reads."""
+        """Wrap upstream's forward step, to see the data that it reads."""
 
         @functools.wraps(forward_step)
         def watched(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ class Upstream:
         return torch.cat([hashes * _factors(weights.float()), *(part[None] for part in self._parts)]).sum()
 
     def logged(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap upstream's `training_log`, to print the digest of what was read since its last call."""
+        """Wrap upstream's `training_log`, to print the digest of the data read since its last call."""
 
         @functools.wraps(training_log)
         def log(

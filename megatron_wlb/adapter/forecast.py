@@ -1,4 +1,4 @@
-"""What a run is predicted to gain, and how the same GPUs would be faster, said at its start."""
+"""The predicted gain of a run, and faster uses of the same GPUs, printed at its start."""
 
 import functools
 from collections.abc import Iterator
@@ -9,11 +9,12 @@ from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
+from megatron_wlb.plan.alone import best_size
 from megatron_wlb.plan.micro_batches import steps_left, time_per_work
 
 
 def tell(job: Job, run: Description, before: MegatronArguments, data: SplitData) -> None:
-    """Print what --wlb brings of a run's first steps, net of what it switches off of its arguments `before`.
+    """Print the gain of --wlb in a run's first steps, net of the features that it switches off in `before`.
 
     Then the recomputation and the layout with which the same GPUs are faster.
     """
@@ -28,12 +29,14 @@ def _lines(job: Job, run: Description, before: MegatronArguments, data: SplitDat
     if steps_left(job, data.samples, data.first_sample) <= 0:
         return
     time = functools.partial(time_per_work, unit=job, samples=data.samples, first_sample=data.first_sample)
-    ours, megatron = time(job), time(price.alone(job, before))
-    found = price.prices(job, before, time)
-    words = f"predicted {megatron / ours:.2f} times as fast as Megatron with documents apart."
+    megatron = price.alone(job, before)
+    size, _ = best_size(megatron, 1, run.budget or 0.0, lambda size: time(megatron, size=size))
+    ours, alone = time(job), functools.partial(time, size=size)
+    found, gain = price.prices(job, before, alone), alone(megatron) / ours
+    words = f"predicted {gain:.2f} times as fast as Megatron with intra-document attention, --micro-batch-size {size}."
     if found:
-        words += f" {price.in_words(time(without_wlb(job)) / ours, megatron / ours, found)}"
-    yield words + " Do not use --wlb here." * (megatron < ours)
+        words += f" {price.in_words(alone(without_wlb(job)) / ours, gain, found)}"
+    yield words + " Do not use --wlb here." * (gain < 1)
     if run.settings.micro_batches == "auto":
         yield from _faster(job, run, data)
 

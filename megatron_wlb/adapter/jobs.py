@@ -76,7 +76,7 @@ def described(args: Namespace) -> Description:
 
 
 def best_job(args: Namespace, run: Description, data: SplitData) -> tuple[Job, list[Prediction]]:
-    """Return the job for the training samples, and what `--wlb-micro-batches auto` compared, [] if nothing."""
+    """Return the job for the training samples, and the predictions that `--wlb-micro-batches auto` compared, if any."""
     job, known = run.job(), run.budget is not None
     if run.settings.micro_batches != "auto" or batch_sizes(args):
         return job, []
@@ -136,7 +136,7 @@ def _budget_bytes(run: Description) -> float | None:
 
 
 def batch_sizes(args: Namespace) -> list[tuple[int, int]]:
-    """(samples trained before, windows a step) of `--step-batch-size-schedule`; [] without. Raises ValueError."""
+    """(samples trained before, windows per step) of `--step-batch-size-schedule`; [] without. Raises ValueError."""
     if getattr(args, "step_batch_size_schedule", None) is None:
         return []
     calculator = importlib.import_module("megatron.core.num_microbatches_calculator")

@@ -40,7 +40,7 @@ def token_loss(
     """Return sum and number of the token losses, and both for the log; checks as upstream does.
 
     `weights` [s] of targets count in the sum, and in the log only if it `reports_weighted`; None: all are 1. `seen` is
-    given what multiplies losses, float32 [s]. Upstream divides gradients by the sum of this number over the global
+    given the factors of losses, float32 [s]. Upstream divides gradients by the sum of this number over the global
     batch.
     """
     assert loss_mask is not None  # the stage with the loss has the mask

@@ -25,7 +25,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     """Carries a micro-batch's shard through upstream's layers and recomputation."""
 
     wlb: ShardMetadata | None = None
-    ahead: Iterator[Any] | None = None
+    depth_inputs: Iterator[Any] | None = None
     """Iterator of `layers.mtp.rolled`, for a stage with MTP layers."""
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
 
 
 def _rotate_by_position(embeddings: list[Any], max_positions: int, rows_only: bool = False) -> None:
-    """Make rotary embeddings, all alike, look up positions instead of rows.
+    """Make rotary embeddings, all equal, look up positions instead of rows.
 
     Upstream passes the result of `get_rotary_seq_len` to `forward`. A row is [1, 1, D], or [1, D] with `rows_only`:
     layers with their own drop the batch dimension.

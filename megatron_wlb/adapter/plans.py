@@ -1,4 +1,4 @@
-"""The plans of a run: planners of splits, what they count, and what a run with delay keeps beside a checkpoint."""
+"""The plans of a run: planners of splits, their counts, and the state of a run with delay beside a checkpoint."""
 
 import functools
 from argparse import Namespace
@@ -38,7 +38,7 @@ class Plans:
         if "train" in splits:
             self._jobs["train"] = jobs.jobs_by_step(args, job, args.iteration)
         self._planners: dict[str, Planner] = {}
-        self._asked: dict[str, Comparison] = {}
+        self._pending: dict[str, RankCheck] = {}
         """The next step of a split."""
         self._first_state: Any = None
         self.first_step: int = args.iteration
@@ -48,8 +48,8 @@ class Plans:
         self._same = _code() | {f"{split} data": data.identity for split, data in splits.items()}
         self._same |= {"--wlb-digest": int(args.wlb_digest)}
         self._same |= {f"{split} loss mask": 2 * self._reads(split) + self._weighs(split) for split in splits}
-        self._same |= {f"{split} micro-batch size": readings[split].windows or 0 for split in splits}
-        """Digests of what must be the same on all ranks in every step, in words."""
+        self._same |= {f"{split} micro-batch size": readings[split].samples_per_micro_batch or 0 for split in splits}
+        """Digests of values that must be the same on all ranks in every step, by their names in words."""
 
     def planner(self, split: str, first_step: int) -> Planner:
         """Return the planner of a split. Raises ValueError if the state of a run with delay does not fit."""
@@ -77,9 +77,9 @@ class Plans:
         return self._planners[split]
 
     def _count(self, split: str) -> Callable[[PackedStep], np.ndarray | None]:
-        """Return what counts a step's trained targets, by slot, int64 [slots, 1 + depths].
+        """Return the function that counts a step's trained targets, by slot, int64 [slots, 1 + depths].
 
-        A slot is a sample, or a micro-batch where documents run in other steps. Where tokens say what is trained, each
+        A slot is a sample, or a micro-batch where documents run in other steps. Where tokens mark trained targets, each
         rank counts some slots, and leaves 0 for others.
         """
         reading, read = self._readings[split], self._reads(split)
@@ -97,11 +97,11 @@ class Plans:
         return count
 
     def _reads(self, split: str) -> bool:
-        """Whether tokens say what is trained."""
+        """Whether tokens mark trained targets."""
         return any(text.masks for text in self._readings[split].texts)
 
     def _weighs(self, split: str) -> bool:
-        """Whether targets weigh differently, or a digest tells what they weigh."""
+        """Whether targets weigh differently, or a digest has their weights."""
         reading, mean = self._readings[split], not self._args.wlb_per_token_loss
         if split != "train":
             return reading.mean_of_means
@@ -116,26 +116,26 @@ class Plans:
     def begin(self, split: str, step: int, device: torch.device) -> tuple[StepPlan, np.ndarray | None]:
         """Return the plan of a step about to run, and all ranks' counts; forgets plans before the last one.
 
-        Raises RuntimeError on every rank if any two planned the step differently, with what differs.
+        Raises RuntimeError on every rank if any two planned the step differently, with the differences.
         """
         planner = self._planners[split]
         planner.release(step - 1)  # upstream may save in the middle of a step
         plan = planner.get(step)
         if split == "train":
             self.last_step = step
-        asked = self._asked.pop(split, None)
+        pending = self._pending.pop(split, None)
         reads = self._reads(split)
-        if asked is None or asked.step != step:  # the first, or one that is replayed
+        if pending is None or pending.step != step:  # the first, or one that is replayed
             same, counted = self._same | plan.digests, plan.counted if reads else None
-            Comparison(split, step, same, plan.own_digest, None, device).check()  # that all ranks count
-            asked = Comparison(split, step, same, plan.own_digest, counted, device)
-        counts = asked.check()
+            RankCheck(split, step, same, plan.own_digest, None, device).check()  # that all ranks count
+            pending = RankCheck(split, step, same, plan.own_digest, counted, device)
+        counts = pending.check()
         try:
-            ahead = planner.get(step + 1)
-            told = self._same | ahead.digests, ahead.own_digest, ahead.counted if reads else None
+            following = planner.get(step + 1)
+            sent = self._same | following.digests, following.own_digest, following.counted if reads else None
         except RuntimeError:  # raised again when that step begins
-            told = dict.fromkeys(self._same | plan.digests, 0), 0, plan.counted if reads else None
-        self._asked[split] = Comparison(split, step + 1, *told, device)
+            sent = dict.fromkeys(self._same | plan.digests, 0), 0, plan.counted if reads else None
+        self._pending[split] = RankCheck(split, step + 1, *sent, device)
         return plan, counts if reads else plan.counted
 
     def trained(self, iteration: int) -> StepPlan:
@@ -154,7 +154,7 @@ class Plans:
         return self._planners["train"].wait_seconds
 
     def save(self, iteration: int) -> None:
-        """Write what waits after `iteration` next to the checkpoint, with delay. Raises OSError if the disk fails.
+        """With delay, save waiting documents of `iteration` next to the checkpoint. Raises OSError if the disk fails.
 
         It follows `iteration`, not the last step that ran: a step that failed validation is saved as still to come.
         """
@@ -173,7 +173,7 @@ class Plans:
         return digest_of(*((digest_of(part.document_index, part.lengths), text.size) for part, text in parts))
 
     def _forget(self, iteration: int) -> None:
-        """Remove the states of checkpoints that are gone; those of local ones lie elsewhere."""
+        """Remove the states of checkpoints that are gone; states of local ones lie elsewhere."""
         args, save = self._args, Path(self._args.save)
         if getattr(args, "non_persistent_ckpt_type", None) == "local":
             return
@@ -201,7 +201,7 @@ class Plans:
             )
 
     def _resume(self, packer: Packer, first_step: int) -> None:
-        """Bring a new packer with delay to `first_step`, and print what changed."""
+        """Bring a new packer with delay to `first_step`, and print the changes."""
         try:
             if first_step:
                 folder, consumed = self._folder(first_step), self._args.consumed_train_samples
@@ -209,7 +209,7 @@ class Plans:
                 changes = ", ".join(differences(before, self.job("train", first_step).to_json()))
                 print_rank_0(
                     f"> wlb: resumed at iteration {first_step} with {packer.num_waiting} documents waiting; "
-                    f"{f'changed: {changes}' if changes else 'nothing changed'}"
+                    f"{f'changed: {changes}' if changes else 'no changes'}"
                 )
         except ValueError as error:
             first = self._splits["train"].first_sample
@@ -224,7 +224,7 @@ class Plans:
 
 def _slots(packed: PackedStep, reading: Reading) -> Sequence[np.ndarray]:
     """Return the DOCUMENT rows of every sample of a step; of every micro-batch if they run in other steps."""
-    if reading.windows is None:
+    if reading.samples_per_micro_batch is None:
         return [packed.batch.micro_batch(i) for i in range(len(packed.batch))]
     sample = packed.drawn["index"] // reading.context_length - packed.first
     last = int(sample.max(initial=-1))
@@ -261,11 +261,11 @@ def _code() -> dict[str, int]:
     }
 
 
-class Comparison:
-    """Whether all ranks plan a step alike.
+class RankCheck:
+    """Whether all ranks plan a step in the same way.
 
-    Ranks are asked when it is made, and hear the answer in `check`. Between the two lies a step, so that nobody waits;
-    but it comes before the step, since behind calls that do not match no rank could say any more what differs.
+    It is sent when it is made, and `check` waits for the result. A step runs between, so that no rank waits. The check
+    comes before the planned step: after calls that do not match, no rank could name the differences.
     """
 
     def __init__(
@@ -277,38 +277,38 @@ class Comparison:
         counted: np.ndarray | None,
         device: torch.device,
     ) -> None:
-        """`same`: digests that all ranks share; `own_digest`: that of a data-parallel rank; `counted`: see
+        """`same`: digests that all ranks share; `own_digest`: a data-parallel rank's. `counted`: see
         `Plans._count`, each number by one rank or by all."""
         self._split, self.step, self._same, self._own_digest = split, step, same, own_digest
         self._own, self._shape = len(same) + mpu.get_data_parallel_rank(), None if counted is None else counted.shape
         self._size = len(same) + mpu.get_data_parallel_world_size()
         counts = np.empty(0, np.int64) if counted is None else counted.ravel()
         # Reduced by the largest: a digest and its negative, which tell if any two differ, and the counts.
-        told = torch.full((2 * self._size + len(counts),), -1 << 63, dtype=torch.int64)
-        digests = told[: 2 * self._size].view(2, -1)
+        sent = torch.full((2 * self._size + len(counts),), -1 << 63, dtype=torch.int64)
+        digests = sent[: 2 * self._size].view(2, -1)
         digests[0, : len(same)] = torch.tensor([*same.values()])
         digests[0, self._own] = own_digest
         digests[1, : len(same)], digests[1, self._own] = -digests[0, : len(same)], -digests[0, self._own]
-        told[2 * self._size :] = torch.from_numpy(counts)
+        sent[2 * self._size :] = torch.from_numpy(counts)
         if device.type == "cuda":
-            told = told.pin_memory().to(device, non_blocking=True)
-        work = torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, async_op=True)
-        self._told, self._wait = told, work.wait
+            sent = sent.pin_memory().to(device, non_blocking=True)
+        work = torch.distributed.all_reduce(sent, op=torch.distributed.ReduceOp.MAX, async_op=True)
+        self._sent, self._wait = sent, work.wait
         if device.type == "cuda":
             work.wait()  # the stream waits, not the host
-            self._told = torch.empty_like(told, device="cpu", pin_memory=True).copy_(told, non_blocking=True)
+            self._sent = torch.empty_like(sent, device="cpu", pin_memory=True).copy_(sent, non_blocking=True)
             done = torch.cuda.current_stream().record_event()
             self._wait = lambda: done.query() or done.synchronize()
 
     def check(self) -> np.ndarray | None:
         """Return all ranks' counts.
 
-        Raises RuntimeError on every rank if any two plan differently, with what differs.
+        Raises RuntimeError on every rank if any two plan differently, with the differences.
         """
         self._wait()
-        largest, least = self._told[: 2 * self._size].view(2, -1)
+        largest, least = self._sent[: 2 * self._size].view(2, -1)
         if torch.equal(largest, -least):
-            return None if self._shape is None else self._told[2 * self._size :].view(self._shape).numpy()
+            return None if self._shape is None else self._sent[2 * self._size :].view(self._shape).numpy()
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, (self._own, self._same, self._own_digest))
         for rank, (place, parts, digest) in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Startup summary, and what a step logs: a line, JSON, TensorBoard and W&B."""
+"""Startup summary, and the log of a step: a line, JSON, TensorBoard and W&B."""
 
 import contextlib
 import functools
@@ -63,10 +63,10 @@ class Report:
         self._in_line = False
         self.clock = Clock()
         self.writers: Callable[[], tuple[Any, Any]] = _upstreams_writers
-        """Returns those of TensorBoard and W&B, None where there is none; asked at every step that is logged."""
+        """Returns the writers of TensorBoard and W&B, None where there is none; called at every step that is logged."""
 
     def begin(self, job: Job, plans: Plans, tried: Sequence[Prediction], digested: Callable[[], torch.Tensor]) -> None:
-        """Take what the data settle; `digested` returns this rank's part of the last step's digest."""
+        """Take the values that depend on the data; `digested` returns this rank's part of the last step's digest."""
         self._job, self._plans, self._tried, self._digested = job, plans, tried, digested
         # All ranks measure a step that the last one reports, also if it alone has the flags.
         wanted = [self._args.log_interval, bool(self._run.log), self._scalar_interval]
@@ -74,7 +74,7 @@ class Report:
         self._wanted = tuple(wanted)
 
     def start(self, data: SplitData, backend: Choice, described: Description) -> None:
-        """Take what is trained and how it is planned, to say it before the first step."""
+        """Take the data and the plan, to print them before the first step."""
         job, device = self._job, "cuda" if torch.cuda.is_available() else "cpu"
         if misfit := job.profile.misfit(torch.cuda.get_device_name() if device == "cuda" else None, job.precision):
             self._say(f"warning: {misfit}")
@@ -83,7 +83,7 @@ class Report:
         groups = f" in groups of {job.schedule().group}" if job.parallel.vpp > 1 else ""
         self._say(
             f"{len(data.samples)} samples of {len(data.samples.parts)} datasets, from {data.first_sample} on; "
-            f"--wlb-packing {job.packing} into {job.num_micro_batches} micro-batches a step{groups} for "
+            f"--wlb-packing {job.packing} into {job.num_micro_batches} micro-batches per step{groups} for "
             f"{job.global_batch_size} windows of {job.context_length} tokens, S_max {job.max_tokens}, crossover "
             f"{job.crossover_tokens} tokens, CP sharding {job.sharding.cp_sharding}"
             f"{' of latents' * (job.cp_exchange == 'latents')}"
@@ -92,7 +92,7 @@ class Report:
             self._say(line)
         if self._tried:
             why = untimed(job)
-            assumed = f" (assumed to go by work, since {why})" * bool(why)
+            assumed = f" (assumed to follow work, since {why})" * bool(why)
             times = ", ".join(f"{each.job.num_micro_batches}: {each.time:.3f}" for each in self._tried)
             self._say(
                 f"--wlb-micro-batches auto chose {job.num_micro_batches}; predicted time of a step by its "
@@ -103,7 +103,7 @@ class Report:
             self._forecast = functools.partial(forecast.tell, job, described, before, data)
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         self._say(
-            "activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
+            "activations by stage, predicted peak with as many micro-batches of S_max tokens as a rank can hold: "
             f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         )
         other = job.profile.differences(
@@ -318,7 +318,7 @@ def line(entry: dict[str, Any]) -> str:
 def _gain(by_work: float | None) -> str:
     if by_work is None:
         return ""
-    gained = f"{by_work:.3f} times as fast as" if f"{by_work:.3f}" != "1.000" else "nothing gained over"
+    gained = f"{by_work:.3f} times as fast as" if f"{by_work:.3f}" != "1.000" else "no gain over"
     return f" | predicted by work: {gained} Megatron's windows"
 
 

@@ -81,7 +81,7 @@ def teach() -> None:
 
 
 def train() -> None:
-    """Do what upstream's script does after its imports, with our parts."""
+    """Train as upstream's script does after its imports, with our parts."""
     if upstream().passes_functions:
         with one_line():
             raise ValueError(
@@ -154,7 +154,7 @@ def _parsing(original: Any, given: set[str], said: list[str]) -> Any:
 
 
 def _settle(args: Namespace, given: set[str], said: list[str]) -> None:
-    """Set what must be so with `--wlb`, check the rest, and put in front of `said` that it is on, and what it set."""
+    """Set the arguments that `--wlb` needs, check the rest, and put the lines on changes in front of `said`."""
     from megatron_wlb.adapter import jobs
 
     if upstream().passes_functions:

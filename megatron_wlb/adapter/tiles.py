@@ -1,7 +1,7 @@
 """Overlaps tensor-parallel communication at any length, in tiles of a few fixed numbers of rows.
 
 With `--tp-comm-overlap`, TransformerEngine runs matrix products and tensor-parallel communication at once, in user
-buffers of one size. QKV, projection and MLP know nothing of documents, so they run tile by tile here: as many of the
+buffers of one size. QKV, projection and MLP do not depend on documents, so they run tile by tile here: as many of the
 largest size as there are, then at most one of each smaller size. Buffers of these sizes serve every micro-batch.
 Attention runs over all rows. NCCL communicates the last rows, fewer than the smallest tile.
 
@@ -29,7 +29,7 @@ from megatron_wlb.adapter.upstream.replaced import replaced
 _TE_MODULE = "transformer_engine.pytorch.module.base"
 _USER_BUFFERS = "overlap_ag_fprop overlap_rs_fprop overlap_ag_dgrad overlap_rs_dgrad bulk_dgrad bulk_wgrad"
 _BY_NCCL = {f"ub_{name}": False for name in _USER_BUFFERS.split()}
-"""What makes layers of TransformerEngine communicate without user buffers, in a forward pass and its backward."""
+"""Options for layers of TransformerEngine to communicate without user buffers, in a forward pass and its backward."""
 _CLASSES = ("CommOverlapHelper", "CommOverlap", "CommOverlapP2P")
 
 _made: dict[int, Any] = {}
@@ -37,7 +37,7 @@ _made: dict[int, Any] = {}
 
 
 def split(rows: int, sizes: Sequence[int]) -> list[int]:
-    """Return the rows of the tiles of a micro-batch, `sizes` falling, and of what is left, if anything."""
+    """Return the rows of the tiles of a micro-batch, `sizes` falling, and of the rest, if any."""
     tiles = []
     for size in sizes:
         tiles += [size] * (rows // size)
@@ -211,7 +211,7 @@ def _once(made: dict[Any, Any], cls: Any, *args: Any, **options: Any) -> Any:
     """Return an object of a class for these arguments, the one in `made` if it has been made.
 
     TransformerEngine would make 12 buffers for every size, more than one process can have. Layers run one after the
-    other, so those of one kind share a buffer. All buffers exchange addresses through the helper of the first one,
+    other, so layers of one kind share a buffer. All buffers exchange addresses through the helper of the first one,
     which TransformerEngine would not keep.
     """
     key = cls.__name__, *(() if "Helper" in cls.__name__ else (*map(str, args), *options.items()))

@@ -122,7 +122,7 @@ class Training:
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 
     def load(self, built: Sequence[Any], split_data: Callable[..., SplitData] | None = None) -> None:
-        """Take the datasets of the three splits, and settle how they are trained; `split_data` says what they hold.
+        """Take the datasets of the three splits, and settle how they are trained; `split_data` reads them.
 
         Raises ValueError for an empty training split, and for an empty validation set if the run evaluates.
         """
@@ -156,7 +156,7 @@ class Training:
                 split=name,
                 texts=each.texts,
                 context_length=args.seq_length,
-                windows=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
+                samples_per_micro_batch=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
                 vocabulary=args.padded_vocab_size,
                 depths=sum(kind.depths(args) for kind in self._kinds),
                 ahead_in_document=apart,
@@ -187,7 +187,7 @@ class Training:
             padded=any(kind.padded for kind in self._kinds),
             in_order=any(kind.in_order for kind in self._kinds),
             encode=self.attention.backend.encode,
-            windows=self._job.model.windows,
+            attention_windows=self._job.model.windows,
             order=self._order,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None
@@ -207,7 +207,7 @@ class Training:
         weights = None
         if self._weights is not None and batch.origin is not None:
             weights = self._weights[:, batch.origin]
-        ahead = layers.ahead(batch, positions, weights, self._job.context_length)
+        depth_inputs = layers.depth_inputs(batch, positions, weights, self._job.context_length)
         inputs = {name: value for kind in self._kinds for name, value in kind.inputs(batch, model).items()}
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
@@ -221,7 +221,7 @@ class Training:
                 None,
                 labels=labels,
                 loss_mask=loss_mask,
-                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, ahead=ahead),
+                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, depth_inputs=depth_inputs),
                 **inputs,
             )
         if not return_schedule_plan:  # which has yet to read it
@@ -310,14 +310,14 @@ class Training:
         return first, plan, [_of_step(first, batch, iterator, len(plan.micro_batches)) for batch, iterator in both]
 
     def _weigh(self, split: str, counts: np.ndarray | None, tokens: int) -> None:
-        """Set the weights of a step's targets, by what all ranks counted."""
+        """Set the weights of a step's targets, by the counts of all ranks."""
         reading, self._weights = self._readings[split], None
         self._trained_share = 1.0
         if counts is not None:
             per_token = self._args.wlb_per_token_loss and split == "train"
             if not per_token:
                 self._trained_share = float(counts[:, 0].sum() / tokens)
-            weights = torch.from_numpy(loss.weights(counts, reading.windows, per_token=per_token))
+            weights = torch.from_numpy(loss.weights(counts, reading.samples_per_micro_batch, per_token=per_token))
             if self._device.type == "cuda":
                 weights = weights.pin_memory().to(self._device, non_blocking=True)
             self._weights = weights
@@ -333,7 +333,7 @@ class Training:
         return dummy_train_step
 
     def save(self, iteration: int) -> None:
-        """Save what waits after `iteration`, on rank 0 alone; a copy if upstream converts a checkpoint."""
+        """Save documents that wait after `iteration`, on rank 0 alone; a copy if upstream converts a checkpoint."""
         if torch.distributed.get_rank():
             return
         if getattr(self._args, "ckpt_convert_format", None) is None:
@@ -343,7 +343,7 @@ class Training:
             shutil.copy(waits, self._args.save)
 
     def _saved(self, original: Any) -> Any:
-        """Wrap upstream's save hook to save what waits before the checkpoint completes."""
+        """Wrap upstream's save hook to save waiting documents before the checkpoint completes."""
 
         @functools.wraps(original)
         def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:

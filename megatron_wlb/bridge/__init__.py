@@ -63,7 +63,7 @@ def pretrain(config: ConfigContainer, callbacks: Any = None, **settings: Any) ->
         callbacks: as Bridge's.
         settings: flags of the plugin without `--wlb-`, such as `max_tokens=40960`.
 
-    Raises ValueError for what cannot be served, before any process group exists where that can be told.
+    Raises ValueError for configs that cannot be served, where possible before any process group exists.
     """
     _call(bridge.pretrain, GPTDatasetConfig, config, callbacks, settings)
 
@@ -76,7 +76,9 @@ def finetune(config: ConfigContainer, callbacks: Any = None, **settings: Any) ->
 def _call(function: Any, datasets_of: type, config: ConfigContainer, callbacks: Any, settings: dict[str, Any]) -> None:
     check_version(megatron.core.__version__)
     if upstream().passes_functions:
-        raise ValueError(f"megatron-core {megatron.core.__version__} is that of an older Bridge; take 0.6 or later")
+        raise ValueError(
+            f"megatron-core {megatron.core.__version__} is for an older Megatron-Bridge; take 0.6 or later"
+        )
     run = _Run(config, settings, datasets_of)
     manager = normalize_callbacks(callbacks or [])
     manager.add(run)
@@ -196,7 +198,7 @@ class _Run(Callback):  # type: ignore[misc]
 
 
 def arguments(config: ConfigContainer, overlap: Any = None) -> dict[str, Any]:
-    """Return Megatron's arguments that say what configs say, and `overlap` where it has a say."""
+    """Return Megatron's arguments with the values of configs, and of `overlap` where it sets them."""
     dataset = config.dataset
     found: dict[str, Any] = dict.fromkeys(("skip_train", "phase_transition_iterations"))
     found |= {f.name: getattr(part, f.name) for part in _parts(config) for f in fields(part)}
@@ -247,7 +249,7 @@ def _of_rows(dataset: GPTSFTDatasetConfig) -> dict[str, Any]:
 
 
 def _unprepared(original: Any) -> Any:
-    """Wrap what splits a batch of fine-tuning into micro-batches, which the plan has."""
+    """Wrap the function that splits a batch of fine-tuning into micro-batches, which the plan has."""
 
     def prepare_finetuning_batch(data_iterator: Any, *, default_seq_length: int, **rest: Any) -> tuple[Any, int]:
         return data_iterator, default_seq_length
@@ -264,11 +266,11 @@ def _listed(blend: Any) -> list[str] | None:
 
 
 def _refuse(config: ConfigContainer, datasets_of: type, wlb: dict[str, Any]) -> None:
-    """Raise ValueError for what Bridge has and Megatron's flags do not, unless it is known to work."""
+    """Raise ValueError for features that Bridge has and Megatron's flags do not, unless they are known to work."""
     model, dataset = config.model, config.dataset
     if getattr(type(model), "provide", None) is not GPTModelProvider.provide:
         raise ValueError(
-            f"wlb trains what GPTModelProvider provides, and config.model is of {type(model).__name__}; leave wlb out"
+            f"wlb trains models of GPTModelProvider, and config.model is of {type(model).__name__}; leave wlb out"
         )
     rows = datasets_of is GPTSFTDatasetConfig
     if not isinstance(dataset, datasets_of) or isinstance(dataset, GPTFIMDatasetConfig):
@@ -314,9 +316,9 @@ def _others_of_rows(dataset: GPTSFTDatasetConfig, train: Any, wlb: dict[str, Any
 
 
 def _set(config: ConfigContainer, args: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Set what must be so; `args` are `arguments` of the configs.
+    """Set the fields that wlb needs; `args` are `arguments` of the configs.
 
-    Returns what `adapt` adds to them, and the lines that say what is set.
+    Returns additions of `adapt` to them, and the lines that name all changes.
     """
     default = args.attention_dropout == TransformerConfig.attention_dropout
     before = dict(vars(args))

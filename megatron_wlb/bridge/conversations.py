@@ -16,7 +16,7 @@ from megatron_wlb.plan.step import PLAN_AHEAD, digest_of
 
 
 def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> SplitData:
-    """Return what a dataset of `GPTSFTDatasetBuilder` holds, from `first_sample` on.
+    """Return the data of a split of `GPTSFTDatasetBuilder`, from `first_sample` on.
 
     Raises ValueError for one with fewer rows than a step trains.
     """
@@ -61,7 +61,7 @@ class _Row(NamedTuple):
 class _Rows:
     """Samples that are rows of Bridge's dataset, as its own `collate_fn` makes them, which every rank reads to plan.
 
-    A conversation ends with its last target: nothing that is trained sees what follows.
+    A conversation ends with its last target: no trained token sees the rest of the row.
     """
 
     masks = True

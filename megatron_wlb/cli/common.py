@@ -64,7 +64,7 @@ Advance = Callable[[int], None]
 
 
 class Begin(Protocol):
-    """Begins a stage of some work; `total` is None if its end is not known. Returns what advances it."""
+    """Begins a stage of some work; `total` is None if its end is not known. Returns the function that advances it."""
 
     def __call__(self, text: str, total: int | None = None) -> Advance: ...
 

@@ -4,11 +4,11 @@
     megatron-wlb compare tensorboard-base/ run.jsonl
     megatron-wlb compare run.jsonl
 
-BASE and RUN are what Megatron printed, the file that --wlb-log named, or a folder of TensorBoard with
+BASE and RUN are the output of Megatron, the file that --wlb-log named, or a folder of TensorBoard with
 --log-timers-to-tensorboard. Steps that both have are compared by their number, without the first ones of every start.
-The ratio is of tokens a second and GPU. Its error is one standard error over up to 20 blocks of consecutive steps: of
+The ratio is of tokens per second and GPU. Its error is one standard error over up to 20 blocks of consecutive steps: of
 the ratio of means, linearised. It covers the noise of both runs, not another day or other nodes. A log of --wlb-log
-alone is compared with what the run itself predicted. Skipped steps take time and train no tokens. Runs that differ in
+alone is compared with the run's own predictions. Skipped steps take time and train no tokens. Runs that differ in
 more than --wlb are named; of other models, data or seeds no losses are compared. Logs without Megatron's arguments,
 such as Megatron-Bridge's, need --num-gpus and --seq-length.
 """
@@ -26,14 +26,14 @@ from megatron_wlb.cli.common import integer, write_json, writer
 from megatron_wlb.cli.profile import relative_error
 from megatron_wlb.cli.run_log import MOST_DIFFERENCES, OTHER, Line, Log, differences, read, read_step_log
 from megatron_wlb.describe.arguments import short
-from megatron_wlb.hardware.profile import alike
+from megatron_wlb.hardware.profile import same_device
 from megatron_wlb.simulate.step import TIME_SHARES
 
 FORMAT = "megatron-wlb-comparison"
 VERSION = 5
 USAGE = "[BASE] RUN [--skip K] [--json FILE] [--num-gpus N --seq-length C]"
 BLOCKS = 20
-"""Most blocks of consecutive steps; neighbours are alike, so single steps would understate the error."""
+"""Most blocks of consecutive steps; neighbors are correlated, so single steps would understate the error."""
 SAME_LOSS = 1e-3
 """Relative difference up to which losses are of one step: bf16 rounds otherwise in other micro-batches."""
 
@@ -76,8 +76,8 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
     if base.padded != ran.padded:
         padded, other = (base, ran) if base.padded else (ran, base)
         raise ValueError(
-            f"{padded.name} does not say how many tokens its steps trained, as {other.name} does; give what Megatron "
-            "printed of both, or --wlb-log of both"
+            f"{padded.name} does not say how many tokens its steps trained, as {other.name} does; give Megatron's "
+            "output of both, or --wlb-log of both"
         )
     both, of_step = (base, ran), []
     differ = differences(base.arguments, ran.arguments)
@@ -103,16 +103,16 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
     error = value * _error(steps, paired)
     rows: list[tuple[str, ...]] = [
         ("", "BASE", "RUN"),
-        ("tokens a second and GPU", *(f"{rate:,.1f}" for rate in rates)),
+        ("tokens per second and GPU", *(f"{rate:,.1f}" for rate in rates)),
         ("time of a step, ms", *(f"{1e3 * s / n:,.1f}" for n, s, _ in of_step)),
         ("tokens of a step", *(f"{t / n:,.0f}" for n, _, t in of_step)),
         ("steps", *(f"{n:,.0f}" for n, _, _ in of_step)),
         ("GPUs", *(f"{log.gpus:,}" for log in both)),
     ]
-    ratio = f"{value:.3f} \N{PLUS-MINUS SIGN} {error:.3f} times BASE's tokens a second and GPU"
+    ratio = f"{value:.3f} \N{PLUS-MINUS SIGN} {error:.3f} times BASE's tokens per second and GPU"
     verdict = f"RUN is {'faster' if value > 1 else 'slower'}: {ratio}."
     if abs(value - 1) <= max(2 * error, 1e-9):
-        verdict = f"No difference is certain: RUN has {ratio}."
+        verdict = f"Within noise: RUN has {ratio}."
     said = [
         f"{title}'s loss is not finite {log.diverged}." for title, log in (("BASE", base), ("RUN", ran)) if log.diverged
     ]
@@ -141,13 +141,13 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
     if base.padded:
         said.append("Tokens are of whole windows: padding counts.")
     if base.whole != ran.whole:
-        said.append("Only Megatron's times have what comes before the forward pass; give its log of both to be exact.")
+        said.append("Only Megatron's times include the work before the forward pass; give its log of both to be exact.")
     numbers["steps"] = [[[x if math.isfinite(x) else None for x in row] for row in each.tolist()] for each in steps]
     return rows, said, numbers
 
 
 def _losses(steps: Sequence[np.ndarray], numbers: dict[str, Any]) -> str:
-    """Return whether losses are those of the same training, and set what differs most."""
+    """Return whether losses show the same training, and set their largest difference."""
     with np.errstate(invalid="ignore", divide="ignore"):  # losses may be infinite, or 0, and of no step that trained
         a, b = (each[:, 4] / each[:, 5] for each in steps)
         off = np.where(a == b, 0, np.abs(b - a) / np.where(a == 0, np.abs(b), np.abs(a)))
@@ -165,16 +165,16 @@ def _losses(steps: Sequence[np.ndarray], numbers: dict[str, Any]) -> str:
     number = int(steps[0][first, 0])
     numbers["losses_part_at"] = number
     return (
-        f"Losses part at step {number:,}: {a[first]:.6g} and {b[first]:.6g}, by {off[first]:.2%}; at most by "
+        f"Losses diverge at step {number:,}: {a[first]:.6g} and {b[first]:.6g}, by {off[first]:.2%}; at most by "
         f"{off[most]:.2%}, at step {int(steps[0][most, 0]):,}.{left}"
     )
 
 
 def _error(steps: Sequence[np.ndarray], paired: bool) -> float:
-    """Return the standard error of the ratio of tokens a second, over that ratio.
+    """Return the standard error of the ratio of tokens per second, over the ratio.
 
     With seconds a and b and tokens A and B of a block, over their means, it is the standard error of the mean of
-    (a - A) - (b - B); of runs without a common step those of a - A and b - B, added in squares.
+    (a - A) - (b - B); of runs without a common step the errors of a - A and b - B, added in squares.
     """
     off = []
     for each in steps:
@@ -197,17 +197,17 @@ def _between(steps: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def predicted(name: str, skip: int) -> tuple[list[tuple[str, ...]], list[str], dict[str, Any]]:
-    """Compare a `--wlb-log` file with what the run predicted.
+    """Compare a `--wlb-log` file with the run's predictions.
 
     Raises ValueError where it predicted nothing, or by the profile of another device.
     """
     steps = [line for start in read_step_log(name) for line in start[skip:]]
     told = [line for line in steps if line.predicted_ms is not None]
-    remedy = "give the run --wlb-profile with what `megatron-wlb profile` measured, or give BASE and RUN"
+    remedy = "give the run --wlb-profile with the output of `megatron-wlb profile`, or give BASE and RUN"
     if len(told) < 2:
         raise ValueError(f"{name} has {len(told)} predicted steps after --skip {skip}; {remedy}")
     profile, device = told[0].job.profile, told[0].device
-    if not alike(profile.device, device):
+    if not same_device(profile.device, device):
         raise ValueError(
             f"{name} ran on {device or 'another device'}, and profile {profile.name} is of {profile.device}; {remedy}"
         )

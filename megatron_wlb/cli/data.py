@@ -40,7 +40,7 @@ class Data:
     """Of the datasets; None: by their size."""
     has_validation: bool
     remarks: list[str] = field(default_factory=list)
-    """What is strange in the files, and what upstream makes of conversations."""
+    """Oddities of the files, and upstream's padding of conversations."""
 
     @property
     def has_rows(self) -> bool:
@@ -48,7 +48,7 @@ class Data:
         return bool(self.begins)
 
     def samples(self, seed: int, context_length: int, num_samples: int) -> Samples:
-        """Return the samples of a run of `num_samples` in the order of training; after the last they begin anew.
+        """Return the samples of a run of `num_samples` in the order of training; after the last they start over.
 
         Sizes and blend are upstream's, shuffles another generator's. Raises ValueError for a blend without weights and
         a dataset of less than a window in it, which upstream refuses.
@@ -128,8 +128,8 @@ def check_log(a: MegatronArguments, typed: Mapping[str, Any]) -> None:
     """Raise ValueError for data that a log alone names, and that cost more than lengths: conversations."""
     if a.sft and not (typed.keys() & DATA and "tokenizer_model" in typed):
         raise ValueError(
-            "the log is of --sft, and a log, which anybody may have sent, neither reads conversations nor fetches a "
-            "tokenizer; give --data-path and --tokenizer-model beside it"
+            "the log is of --sft, and for safety, conversations and tokenizers named only in a log are not read; "
+            "give --data-path and --tokenizer-model beside it"
         )
 
 
@@ -149,7 +149,7 @@ def _mock(seed: int, drawn: str | None) -> tuple[str, np.ndarray]:
 def _conversations(
     path: str, a: MegatronArguments, remarks: list[str], settings: RunSettings
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of each conversation, and the first of each row; remarks what upstream pads."""
+    """Return the tokens of each conversation, and the first of each row; remarks on upstream's padding."""
     from megatron_wlb.adapter.sources import conversations
 
     assert a.seq_length is not None

@@ -28,12 +28,12 @@ _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
     """Add arguments that say more of a run than its flags (which win) and its command."""
-    parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
+    parser.add_argument("log", nargs="?", metavar="LOG", help="output of a run; - for standard input")
     parser.add_argument(
-        "--approximate", action="store_true", help="estimate without what is not simulated, such as another attention"
+        "--approximate", action="store_true", help="skip features that are not simulated, such as another attention"
     )
     parser.add_argument(
-        "--gpu", type=_gpu, metavar="NAME", help=f"the run's device: {', '.join(GPUS)}; default: that of the profile"
+        "--gpu", type=_gpu, metavar="NAME", help=f"the run's device: {', '.join(GPUS)}; default: the profile's"
     )
     add_model_flag(parser)
 
@@ -58,11 +58,11 @@ class Run(Description):
     launched: Launched
     judged: Judged
     notes: list[str]
-    """Sentences on what was assumed."""
+    """Sentences on assumptions."""
     misfit: str
     """How the run's device or precision is not of the profile, or "" if it is."""
     assumes_device: bool
-    """Nothing names the device."""
+    """Neither --gpu nor --wlb-profile names the device."""
     trains_mock_data: bool
     """Whether the run itself trains mock data, whatever data it is analysed with."""
 
@@ -74,8 +74,8 @@ class Run(Description):
         job = free.job()
         if (budget := free.budget_bytes(job)) is None:
             self.notes.append(
-                "Neither --wlb-max-tokens auto nor micro-batches of several windows are tried: what weights and "
-                "optimizer leave of the memory is not known. Give --wlb-memory-budget."
+                "Neither --wlb-max-tokens auto nor micro-batches of several windows are tried: the memory "
+                "that weights and optimizer leave is not known. Give --wlb-memory-budget."
             )
             return free
         known = replace(self, budget=budget)
@@ -173,7 +173,7 @@ def _settled(
     """Return the arguments with missing ones filled in; assumes sequence parallelism.
 
     `by_upstream`: with Megatron's own global batch, which may be smaller than a pipeline needs. `by_flags`: with a
-    distributed optimizer and an output layer of its own, which nobody types here.
+    distributed optimizer and an output layer of its own, which short commands leave out.
     """
     ranks = a.model_parallel_size
     changes: dict[str, Any] = {"sequence_parallel": True}
@@ -194,7 +194,7 @@ def _settled(
         count = stages * max(1, (a.world_size or ranks) // ranks) * a.micro_batch_size
         changes["global_batch_size"] = count
         how = f"{'PP x ' * (not by_upstream)}DP{' x --micro-batch-size' * (a.micro_batch_size > 1)}"
-        notes.append(f"Assumed: {count} context windows a step, {how} (no --global-batch-size).")
+        notes.append(f"Assumed: {count} context windows per step, {how} (no --global-batch-size).")
     if model is None and a.vocab_size is None and a.padded_vocab_size is None:
         changes["vocab_size"] = vocabulary(a, notes)
     if model is None and not a.group_query_attention and (a.num_query_groups or 1) > 1:

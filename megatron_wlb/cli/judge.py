@@ -23,7 +23,7 @@ from megatron_wlb.describe.refusals import refusals, refuses
 ADDED = {name for name, _ in rows(Set)} | marked(SET)
 """Arguments that --wlb or the recommended flags set; a log has them whether they were given or not."""
 WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
-"""Arguments that --wlb refuses, and that a log shows where nobody gave them, see `usual`."""
+"""Arguments that --wlb refuses, and that a log shows even if they were not given, see `usual`."""
 
 
 class Judged(NamedTuple):
@@ -34,9 +34,9 @@ class Judged(NamedTuple):
     ignored: list[str]
     """Flags of a command that have no effect here."""
     left_out: list[str]
-    """What an approximate estimate leaves out."""
+    """Features that an approximate estimate leaves out."""
     remarks: list[str]
-    """Warnings: how the run differs from what the numbers are of."""
+    """Warnings: how the run differs from the one that the numbers describe."""
     stops: bool
     """Training with --wlb refuses the run, without the refused flags, too."""
 

@@ -59,7 +59,7 @@ SWITCHES = {*(resources.files("megatron_wlb.cli") / "switches.txt").read_text().
 LISTS = marked(LIST) | {name for name, row in rows(Read) if row.kind == tuple[str, ...] | None}
 """Arguments whose flags take several values."""
 _OTHER_MODELS = {
-    "is_hybrid_model": "pretrain_mamba.py of a former release",
+    "is_hybrid_model": "pretrain_mamba.py of an older release",
     **dict.fromkeys(("model_parallel_size", "checkpoint_activations"), "a release before 2023"),
     **dict.fromkeys(("activations_checkpoint_method", "activations_checkpoint_granularity"), "a release before 2023"),
     "deepspeed": "DeepSpeed",
@@ -67,7 +67,7 @@ _OTHER_MODELS = {
     "language_model_type": "a multimodal model",
     "decoder_seq_length": "pretrain_t5.py",
 }
-"""Arguments that are set if a run trains something other than models of today's Megatron-core, and what that is."""
+"""Arguments that are set if a run trains something other than models of today's Megatron-core, and its name."""
 _OTHER_SCRIPTS = re.compile(
     r"(?:.*/)?(?:deepspeed|(?:pretrain|train|finetune|sft|generate|run)_(?!gpt|hybrid|mamba)\w*\.py|(?:nemo|train|finetune)\.py)"
 )
@@ -81,7 +81,7 @@ class Launched(NamedTuple):
     wlb: list[str]
     """Words of its `--wlb` flags."""
     source: str
-    """Name of the log; "command"; or "flags" if nothing was launched."""
+    """Name of the log, "command", or "flags" if nothing was launched."""
     is_log: bool = False
     world_size: int | None = None
     """Number of GPUs, by the launcher's words."""
@@ -140,8 +140,8 @@ def read_command(words: Sequence[str], world_size: int | None = None, *, any_mod
     script = _script(words)
     if script is None:
         raise ValueError(
-            f"no script such as pretrain_gpt.py in {short(' '.join(words))}; give behind -- what starts the run, from "
-            "torchrun or srun on"
+            f"no script such as pretrain_gpt.py in {short(' '.join(words))}; give the run's command behind --, "
+            "from torchrun or srun on"
         )
     stated = _renamed(_stated(words[script + 1 :]))
     if not any_model:
@@ -193,13 +193,13 @@ def _refuse_others(words: Sequence[str], stated: Mapping[str, Any]) -> None:
     other = other or next((os.path.basename(word) for word in words if _OTHER_SCRIPTS.fullmatch(word)), "")
     if other:
         raise ValueError(
-            f"{other} trains no GPT or hybrid model of today's Megatron-core, and nothing else runs with --wlb; for "
+            f"{other} trains no GPT or hybrid model of today's Megatron-core, and --wlb trains no other; for "
             "an estimate as if it did, give the flags of its model and layout alone"
         )
 
 
 def _script(words: Sequence[str]) -> int | None:
-    """Return the place of the training script among words; that of another one if none has its name."""
+    """Return the place of the training script among words, or of another script if none has its name."""
     scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
     return next((i for i in scripts if _TRAINS.match(words[i])), scripts[0] if scripts else None)
 
@@ -252,7 +252,7 @@ def _words_of_shell(text: str) -> list[str]:
     for choose in (lambda each: any(map(_TRAINS.match, each)), lambda each: "--num-layers" in each):
         found = [each for each in found if choose(each)] or found
     if len(found) != 1:
-        raise ValueError(f"{short(text)} has {len(found)} commands that may train; give that of one without bash -c")
+        raise ValueError(f"{short(text)} has {len(found)} commands that may train; give one of them without bash -c")
     return variables + found[0]
 
 
@@ -348,7 +348,7 @@ _ALONE = re.compile(r"\w+=.*|-\S*|(?:.*/)?(?:python[\d.]*|env|exec|nohup|time)|m
 
 
 def _world_size(words: Sequence[str]) -> int | None:
-    """Return the processes by the words before the script; None if nothing launches it.
+    """Return the processes by the words before the script; None without a launcher.
 
     Raises ValueError for a launcher whose words do not say how many it starts.
     """

@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def divide(self, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-        """Divide words into those of this parser, other flags with their values, and a run's command behind --."""
+        """Divide words into this parser's, other flags with their values, and a run's command behind --."""
         end = words.index("--") if "--" in words else len(words)
         own, others = list[str](), list[str]()
         into = own
@@ -60,7 +60,7 @@ class _Version(argparse.Action):
 
 
 def version() -> str:
-    """Return the version, the commit of a clone, and the versions of what trains."""
+    """Return the version, the commit of a clone, and the versions of the packages that train."""
     root, commit = Path(__file__).parents[2], ""
     if (root / ".git").exists():
         with contextlib.suppress(OSError):

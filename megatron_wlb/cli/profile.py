@@ -109,7 +109,7 @@ def _fit(
 ) -> dict[str, Any]:
     """Return the profile, its errors and the linear times, as JSON types.
 
-    What is not measured here, such as the network and precisions, is that of the device's shipped profile.
+    The device's shipped profile gives the rest, such as the network and precisions.
     """
     model, (forward, backward) = target.model, map(rounded, linear_us)
     shards = [plan.shards[rank] for plan, rank in chosen]
@@ -198,7 +198,7 @@ def fit_directions(
 
     _, kernel, error = min(map(fit_with, tile_rows), key=itemgetter(0))
     if not kernel["forward"].tile + kernel["backward"].tile:
-        raise ValueError("attention took no longer for more tiles; run without --quick, or while nothing else runs")
+        raise ValueError("attention took no longer for more tiles; run without --quick, or on an idle machine")
     return kernel, error
 
 

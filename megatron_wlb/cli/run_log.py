@@ -19,7 +19,7 @@ from megatron_wlb.describe.arguments import MegatronArguments, flag_of, short
 
 MOST_OF_A_STEP = 1 << 26
 """Most bytes of a step in a log."""
-_REMEDY = "give what Megatron printed, the file that --wlb-log named, or a folder of TensorBoard"
+_REMEDY = "give Megatron's output, the file that --wlb-log named, or a folder of TensorBoard"
 _ITERATION = re.compile(r"(?m)(?:^|[\s:])iteration +([0-9]+)/ *[0-9]+ \|(.*)")
 _SKIPPED = ("number of skipped iterations", "number of nan iterations")
 OTHER = set(
@@ -57,13 +57,13 @@ class Log(NamedTuple):
     diverged: str = ""
     """Where its losses are not finite."""
     remarks: tuple[str, ...] = ()
-    """What of it is left out."""
+    """Sentences on its oddities, such as steps that are left out."""
 
 
 def read(name: str, skip: int, num_gpus: int | None = None, seq_length: int | None = None) -> Log:
     """Read a log of any kind, without the first `skip` steps of every start. Raises ValueError for others.
 
-    `num_gpus` and `seq_length` are those of a log that has no arguments.
+    `num_gpus` and `seq_length` stand in for the arguments of a log without them.
     """
     if os.path.isdir(name) or "tfevents" in os.path.basename(name):
         return _of_tensorboard(name, skip)
@@ -173,7 +173,7 @@ def _interval(text: str) -> int:
 
 
 def _between_starts(text: str) -> list[str]:
-    """Say in what the arguments of a log's starts differ."""
+    """Say which arguments differ between a log's starts."""
     blocks = [dict(re.findall(r"(?m)^ *(\w+) \.+ (.*)$", begun)) for begun in text.split(launch.END_OF_ARGUMENTS)[:-1]]
     changed = dict.fromkeys(name for a, b in itertools.pairwise(blocks) for name in differences(a, b))
     return [f"its starts differ in {', '.join(list(changed)[:MOST_DIFFERENCES])}."] if changed else []
@@ -274,7 +274,7 @@ def _of_step_log(name: str, skip: int) -> Log:
 
 
 def _of_tensorboard(name: str, skip: int) -> Log:
-    """Read what Megatron and `--wlb` write for TensorBoard."""
+    """Read the output of Megatron and `--wlb` for TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(name, {"scalars": 0, "tensors": 0}).Reload()
@@ -284,7 +284,7 @@ def _of_tensorboard(name: str, skip: int) -> Log:
         return {event.step: event.value for event in events.Scalars(tag)} if tag in scalars else {}
 
     def arguments(what: str) -> dict[int, str]:
-        """Return what starts say of an argument, by their first step."""
+        """Return the values of an argument at all starts, by their first step."""
         tag = f"{what}/text_summary"
         found = events.Tensors(tag) if tag in tensors else []
         return {event.step: event.tensor_proto.string_val[0].decode() for event in found}
@@ -319,7 +319,7 @@ def _of_tensorboard(name: str, skip: int) -> Log:
         before = 2 * numbers[0] - numbers[1] if numbers[1:] else 0  # it may begin with a checkpoint
 
         def windows(n: int) -> float:
-            """Return the windows of a step: its own, or those of the start that it is of."""
+            """Return the windows of a step: its own number, or its start's."""
             started = [text for first, text in of_starts.items() if first < n] or [*of_starts.values()][:1]
             return sizes[n] if n in sizes else number("global_batch_size", started[-1] if started else "")
 
@@ -338,9 +338,9 @@ def _of_tensorboard(name: str, skip: int) -> Log:
 
 
 def differences(base: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the arguments that both logs have with other values, those of another model or other data first.
+    """Return the arguments that differ between both logs, with both values, the model's and the data's first.
 
-    Those that --wlb sets are left out where it is on in one of the runs.
+    Arguments that --wlb sets are left out where it is on in one of the runs.
     """
     one_has_wlb = bool(base.get("wlb")) != bool(ran.get("wlb"))
     names = [name for name in base if name in ran and not _BESIDE.match(name)]

@@ -21,7 +21,7 @@ def exchange_model(job: Job) -> ExchangeModel:
 
 
 def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Directions:
-    """Return what exchanging K/V of all `rows` adds to the slowest ranks' time.
+    """Return the time that exchanging K/V of all `rows` adds on the slowest ranks.
 
     By a ring, or before attention as in the paper: an all-gather, in backward again, with fp32 gradients.
     """
@@ -57,7 +57,7 @@ def ring_counts(lengths: np.ndarray, cp: int, tile_rows: int) -> tuple[np.ndarra
 
     As in TransformerEngine, a rank has two of 2 CP chunks of each. It attends from both to its own by the causal mask,
     then without a mask from both to the first chunk of a rank before it, and from its second to both of a rank after.
-    Every such round is a call, and takes query tiles anew. Without a mask, one counts `UNMASKED_QUERIES`.
+    Every such round is a call, and takes its own query tiles. Without a mask, one counts `UNMASKED_QUERIES`.
     """
     before = np.arange(cp)
     chunk = -(-lengths // (2 * cp))

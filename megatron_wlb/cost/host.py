@@ -23,7 +23,7 @@ def launches(job: Job, kind: str) -> tuple[float, float]:
 def waiting(launched: float, busy: np.ndarray) -> np.ndarray:
     """Return us that a GPU waits for launches that take `launched` us, in a layer that keeps it `busy`.
 
-    More than what launches take longer: parts of a layer have many small kernels, and others few large ones. The third
+    More than `launched` - `busy`: parts of a layer have many small kernels, and others few large ones. The third
     power is fitted, as `LAUNCHES_US` is; the larger of both alone is worse (p90 of left-out rows .17, not .10).
     """
     return np.cbrt(busy**3 + launched**3) - busy

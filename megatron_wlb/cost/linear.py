@@ -67,7 +67,7 @@ def exposed_share(job: Job, tokens: np.ndarray) -> np.ndarray:
 
 
 def overlap_adds(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what the overlap of tensor-parallel communication adds to a layer of a kind, us, forward and backward.
+    """Return the time that the overlap of tensor-parallel communication adds to a layer, us, forward and backward.
 
     A further tile starts all kernels once more, with last waves half empty. Outputs and gradients of inputs are copied
     together.
@@ -108,8 +108,8 @@ def joining_matrix(job: Job) -> Matrix:
 
 
 def recomputed(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the time in which backward runs recomputed modules of a layer again, but for core attention and what
-    tensor-parallel ranks exchange, and its part that ranks pool."""
+    """Return the time in which backward runs recomputed modules of a layer again, but for core attention and the
+    exchanges of tensor-parallel ranks, and its part that ranks pool."""
     dropped = set(job.recompute.dropped)
     linear, pooled = np.zeros_like(tokens), np.zeros_like(tokens)
     for part in parts_of(job.model, kind):
@@ -126,7 +126,7 @@ def recomputed(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def memory_bound(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the time of what is neither a product nor attention in a layer, forward and backward."""
+    """Return the time of a layer's kernels that are neither products nor attention, forward and backward."""
     kernels, values = np.zeros(2), 0
     if job.profile.linear_tflops:
         return np.zeros_like(tokens), np.zeros_like(tokens)

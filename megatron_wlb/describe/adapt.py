@@ -1,4 +1,4 @@
-"""What `--wlb` sets of Megatron's arguments, and what it switches off at a price, so that it is all one adds."""
+"""Megatron's arguments that `--wlb` sets, or switches off at a price, so that it is the only flag to add."""
 
 import math
 from argparse import Namespace
@@ -74,17 +74,17 @@ ADAPTATIONS = (
 
 
 class Changes(NamedTuple):
-    """What `adapt` changed."""
+    """The changes of `adapt`."""
 
     differs: list[str]
     """See `same.differences`."""
     set: list[str]
-    """Lines of what neither results nor speed depend on: the flag and the reason."""
+    """Lines of changes without effect on results and speed: the flag and the reason."""
     priced: list[str]
-    """Lines of what was switched off: the flag, the reason and the price."""
+    """Lines of features that were switched off: the flag, the reason and the price."""
 
     def lines(self) -> list[str]:
-        """Return what a run with these changes prints."""
+        """Return the lines that a run with these changes prints."""
         but = ", but for these differences" * bool(self.differs)
         lines = [*(f"differs: {line}" for line in self.differs), *(f"sets {line}" for line in self.set)]
         lines += [f"without {line[3:]}" if line.startswith("no ") else f"sets {line}" for line in self.priced]
@@ -93,9 +93,9 @@ class Changes(NamedTuple):
 
 
 def adapt(args: Namespace, given: Collection[str]) -> Changes:
-    """Set what must be so with `--wlb`, in place; `given` are the names of arguments that the user gave.
+    """Set the arguments that `--wlb` needs, in place; `given` are the names of arguments that the user gave.
 
-    Call this before `refusals.check`, which then refuses what is left. Raises ValueError with all changes for
+    Call this before `refusals.check`, which then refuses the rest. Raises ValueError with all changes for
     `--wlb-strict`.
     """
     changes = Changes(same.differences(args), [], [])
@@ -139,7 +139,7 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
             changes.set.append(line)
     if args.wlb_strict and (changes.set or changes.priced):
         lines = " | ".join([*changes.set, *changes.priced])
-        raise ValueError(f"--wlb-strict: these flags would have to change, give them, or leave it out: {lines}")
+        raise ValueError(f"--wlb-strict: --wlb would change these flags; set them as shown, or leave it out: {lines}")
     return changes
 
 

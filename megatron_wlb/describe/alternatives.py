@@ -28,7 +28,7 @@ _OF_STAGES = (
 
 
 def sizes(job: Job) -> list[tuple[int, int, int]]:
-    """Return CP, PP and virtual stages to try in place of the job's; TP stays, and DP is what is left.
+    """Return CP, PP and virtual stages to try in place of the job's; TP stays, and DP is the rest.
 
     Wider context parallelism for fewer data-parallel ranks or stages gives each pipeline, or stage, more windows.
     """
@@ -60,7 +60,7 @@ def layouts(run: Description, job: Job, samples: Samples, *, first_sample: int =
 
 
 def _budget_in(run: Description, job: Job, other: Description) -> float | None:
-    """Return bytes for activations in another layout, by what weights take in both; None: it cannot tell."""
+    """Return bytes for activations in another layout, by the weights' bytes in both; None if unknown."""
     mine, others = run.held_bytes(job), other.held_bytes(other.job())
     return None if run.budget is None or mine is None or others is None else run.budget + mine - others
 

@@ -1,6 +1,6 @@
 """The table of Megatron's arguments: a row for each, which says how training with `--wlb` and the commands serve it.
 
-What depends on several arguments is in `refusals`, `same` and `adapt`. A supported megatron-core whose parser has an
+Rules on several arguments are in `refusals`, `same` and `adapt`. A supported megatron-core whose parser has an
 argument without a row fails `tests/adapter/test_script.py`.
 """
 
@@ -46,7 +46,7 @@ def flag_of(name: str) -> str:
 
 
 class Read(NamedTuple):
-    """Determines what is planned or predicted."""
+    """Plans or predictions depend on it."""
 
     kind: Any
 
@@ -65,7 +65,7 @@ class Off(NamedTuple):
 
     reason: str
     price: str = ""
-    """What is lost; "" if neither results nor speed are."""
+    """The loss in results or speed; "" if none."""
     value: Any = False
     when: Callable[[Any], Any] = bool
 
@@ -77,7 +77,7 @@ class Refused(NamedTuple):
     """Continues the flag: reason; remedy. {} is the value."""
     when: Callable[[Any], Any] = bool
     unlike: str = ""
-    """What a run with it has that cannot be simulated."""
+    """The feature of a run with it that cannot be simulated."""
 
 
 class Differs(NamedTuple):
@@ -100,7 +100,7 @@ class Mark(Enum):
     LIST = "its flag takes several words"
     BESIDE = "writes, loads, serves or counts: beside the step, so a rehearsal does not take it from a log"
     TEXT = "its words are parsed, or name datasets, which are only read, so a rehearsal takes them from a log"
-    DERIVED = "upstream sets it by others; a log has it where nobody gave it"
+    DERIVED = "upstream sets it by others; a log has it even if it was not given"
 
 
 SET, LIST, BESIDE, TEXT, DERIVED = Mark
@@ -127,7 +127,7 @@ def _sees_right(value: Any) -> bool:
 
 _UNSUPPORTED = Refused("is not supported; leave it out")
 _OTHER_DATA = Refused("is not supported; pre-train on .bin/.idx datasets (--data-path)")
-_FORMER = Refused("is of a former release; give --hybrid-layer-pattern")
+_FORMER = Refused("belongs to an older release; give --hybrid-layer-pattern")
 _SCALES = Differs("scales of FP8 and FP4 are of other micro-batches, as with another --micro-batch-size")
 _Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Ranks = Annotated[int, Meta(ge=1, le=1 << 17)]
@@ -159,7 +159,7 @@ class MegatronArguments:
     make_vocab_size_divisible_by: _Size = 128
     transformer_impl: str = "transformer_engine"
     window_size: tuple[int, int] | str | None = _row(
-        None, Refused("is {}; causal attention sees nothing to its right, give LEFT,0", _sees_right)
+        None, Refused("is {}; causal attention has no keys to its right, give LEFT,0", _sees_right)
     )
     window_attn_skip_freq: tuple[int, ...] | str | None = None
     tokenizer_type: str | None = None
@@ -254,7 +254,7 @@ class MegatronArguments:
     fine_grained_activation_offloading: bool = _row(
         False,
         Off(
-            "it keeps pools of one size each, and micro-batches vary in length", "what it offloads stays in GPU memory"
+            "it keeps pools of one size each, and micro-batches vary in length", "offloaded tensors stay in GPU memory"
         ),
     )
     optimizer: str = "adam"
@@ -530,7 +530,7 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
     ),
     **_each(
         "logits_load_dir logits_save_dir",
-        Refused("goes by the order of documents of a run without --wlb; leave it out"),
+        Refused("depends on the document order of a run without --wlb; leave it out"),
         BESIDE,
     ),
     # batches and steps
@@ -557,7 +557,7 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
     ),
     **_each(
         "ckpt_format",
-        Off("the format is that of FSDP", value="torch_dist", when=_is("fsdp_dtensor", "torch_dcp")),
+        Off("the format is FSDP's", value="torch_dist", when=_is("fsdp_dtensor", "torch_dcp")),
         BESIDE,
     ),
     # attention
@@ -611,13 +611,13 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
     **_each(
         "moe_pad_expert_input_to_capacity",
         Off(
-            "padding wants equal lengths on all ranks, and what is over the capacity is dropped without it, too",
+            "padding wants equal lengths on all ranks, and tokens over the capacity are dropped without it, too",
             "inputs of experts vary in length",
         ),
     ),
     # parallelism and memory
     **_each("cp_comm_type", Simulated(("p2p", "allgather")), TEXT, LIST),
-    **_each("cpu_offloading_retain_pinned_cpu_buffers", Off(ONE_SIZE, "host memory is pinned anew")),
+    **_each("cpu_offloading_retain_pinned_cpu_buffers", Off(ONE_SIZE, "host memory is pinned again every time")),
     **_each("hierarchical_context_parallel_sizes", Simulated((None,)), LIST),
     **_each("min_dynamic_context_parallel_size num_distributed_optimizer_instances", Simulated((1,))),
     **_each("offload_modules", TEXT, LIST),
@@ -652,7 +652,7 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
         DERIVED,
     ),
 }
-"""All others but those of `MegatronArguments`."""
+"""All others but the fields of `MegatronArguments`."""
 
 
 def _same(names: str) -> Iterator[tuple[str, tuple[Verdict, ...]]]:

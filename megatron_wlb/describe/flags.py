@@ -18,9 +18,9 @@ class PlanSettings(Settings):
 
     micro_batches: int | Literal["auto"] = setting(
         "auto",
-        "M: micro-batches of a step over all data-parallel ranks, for the same tokens a step; more of them empty the "
-        "pipeline's bubble, fewer make delay needless. auto: with adaptive packing as many as are predicted to take "
-        "least time for the first documents of the run, else --global-batch-size.",
+        "M: micro-batches of a step over all data-parallel ranks, for the same tokens per step; more of them shrink "
+        "the pipeline's bubble, fewer are easier to balance. auto: with adaptive packing as many as are predicted to "
+        "take least time for the first documents of the run, else --global-batch-size.",
         parse=integer_or_auto,
         word="auto",
         least=1,
@@ -29,8 +29,8 @@ class PlanSettings(Settings):
     max_tokens: int | Literal["auto"] | None = setting(
         None,
         "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. auto: the largest whose "
-        "activations fit --wlb-memory-budget. Default: the least that M allows, or 1.25 times as much or what fits "
-        "memory, whichever is predicted to be faster.",
+        "activations fit --wlb-memory-budget. Default: the least that M allows, or 1.25 times as much or the most that "
+        "fits memory, whichever is predicted to be faster.",
         parse=integer_or_auto,
         word="auto",
         least=1,
@@ -61,14 +61,14 @@ class RunSettings(Settings):
     )
     digest: bool = setting(
         False,
-        "Print after every step a digest of what the model and the loss were given, whatever the order: tokens, "
+        "Print after every step a digest of the inputs of the model and the loss, whatever the order: tokens, "
         "positions, masks, targets and weights. Given without --wlb, Megatron's own run prints its.",
     )
     sft_skip: tuple[str, ...] | None = setting(
         None,
-        "Rows of --sft to leave out, and count, as in long,broken. long: conversations longer than --seq-length, else "
-        "cut off there, as upstream does. broken: rows that are no conversations, or have no token to train, at which "
-        "the run stops otherwise.",
+        "Rows of --sft to skip; their number is printed: long, broken, or long,broken. long: conversations longer than "
+        "--seq-length, else cut off there, as upstream does. broken: rows that are no conversations, or have no "
+        "token to train, at which the run stops otherwise.",
         parse=lambda text: tuple(text.split(",")),
     )
     mock_lengths: str | None = setting(
@@ -98,7 +98,7 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--no-load-wlb",
         action="store_true",
         dest="wlb_no_load",
-        help="With delay: go on where what waited at the loaded checkpoint is missing or does not fit.",
+        help="With delay: go on where documents that waited at the loaded checkpoint are missing or do not fit.",
     )
     policies = " ".join(f"{each.name}: {each.help}" for each in POLICIES.values()).replace("%", "%%")
     group.add_argument(

@@ -1,4 +1,4 @@
-"""Makes a `Job` from settings, and fills in what they leave open."""
+"""Makes a `Job` from settings, and fills in the rest."""
 
 import contextlib
 import math
@@ -40,7 +40,7 @@ def make_job(
     tight: bool = False,
     **given: Any,
 ) -> Job:
-    """Build the job that settings describe, filling in what they leave open.
+    """Build the job that settings describe, filling in the rest.
 
     `context_length` is the window C in tokens, `global_batch_size` N, the windows that a step trains on average.
     `default_profile` and `budget_bytes` (memory for activations, below 0 where weights alone take more; None: no limit)

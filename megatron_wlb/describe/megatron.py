@@ -54,7 +54,7 @@ class Description:
         )
 
     def without_memory(self) -> Self:
-        """Return what holds where memory is not known yet."""
+        """Return the description where memory is not known yet."""
         longest = None if self.settings.max_tokens == "auto" else self.settings.max_tokens
         return replace(self, settings=replace(self.settings, memory_budget=None, max_tokens=longest), budget=None)
 
@@ -72,7 +72,7 @@ class Description:
         return float(of.max())
 
     def budget_bytes(self, job: Job, gib: float | None = None) -> float | None:
-        """Return what GPUs of so many GiB, or of the profile, leave activations in a job's layout; None: as above."""
+        """Return the bytes for activations on GPUs of so many GiB, or of the profile; None if unknown, as above."""
         held = self.held_bytes(job)
         return None if held is None else DEVICE_SHARE * (gib or job.profile.memory_gib) * 2**30 - held
 
@@ -111,7 +111,7 @@ class Description:
 
 
 def bytes_of(a: MegatronArguments) -> tuple[float, float]:
-    """Return bytes per parameter of gradients, and of what Adam keeps on a GPU: its states, and main parameters.
+    """Return bytes per parameter of gradients, and of Adam's states and main parameters on a GPU.
 
     By upstream's `validate_args`, `OptimizerConfig` and `HybridDeviceOptimizer`, and by TransformerEngine's FusedAdam,
     which of fp32 parameters keeps the 16 bits that bf16 weights lack. Other recipes of FP8 have theirs in Megatron.
@@ -133,7 +133,7 @@ def _bytes(dtype: str) -> int:
 
 
 def has_graphs(a: Any) -> bool:
-    """Whether CUDA graphs replay what arguments train."""
+    """Whether CUDA graphs replay the layers."""
     return a.cuda_graph_impl not in (None, "none") or a.enable_cuda_graph or a.external_cuda_graph
 
 

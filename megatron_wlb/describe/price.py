@@ -63,7 +63,7 @@ def alone(job: Job, a: Any, *, cp_sharding: str = "per-document") -> Job:
 def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
     """Return the prices of the features of Megatron's arguments `a` that a job of --wlb lacks.
 
-    `time` returns us of the same steps by a job, one micro-batch a window.
+    `time` returns us of the same steps by Megatron alone with a job's features.
     """
     megatron, found = alone(job, a), []
     whole = time(megatron)
@@ -83,7 +83,7 @@ def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
 
 
 def in_words(balance: float, speedup: float, found: Sequence[Price]) -> str:
-    """Return what balance brings, what it costs and what is left; `speedup` is over Megatron alone."""
+    """Return the gain of balance, its cost and the net gain; `speedup` is over Megatron alone."""
 
     def cost(each: Price) -> str:
         if each.source == SIMULATED:

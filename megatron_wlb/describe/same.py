@@ -1,4 +1,4 @@
-"""What a run with `--wlb` trains otherwise than the same run without it."""
+"""Differences of training with `--wlb` from the same run without it."""
 
 from argparse import Namespace
 

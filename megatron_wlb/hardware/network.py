@@ -16,7 +16,7 @@ NOTES = {*"assumed command crossover_tokens date device error kernel_measured li
 
 
 def of_file[T](text: bytes, kind: type[T]) -> T:
-    """Return what the JSON of a file holds. Raises msgspec.MsgspecError for anything else.
+    """Return the JSON of a file as a `kind`. Raises msgspec.MsgspecError for anything else.
 
     A field that is not read is refused: misspelt, or of another release, it would be missing without a word.
     """

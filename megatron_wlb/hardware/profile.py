@@ -146,8 +146,8 @@ class Profile:
     attention_backward: Rate = 2.5
     """Backward over forward time of attention if not measured: 5 matrix products against 2."""
     assumed_tflops: Rate = 576.0
-    """Rate of bf16 matrix products of any size: power limits it. Mean of what remains of four products of 16,384 rows
-    on an H100, of 70B at TP 8, less half a wave and a launch (PyTorch, float8_experimental pull request 100)."""
+    """Rate of bf16 matrix products of any size: power limits it. Mean of four products of 16,384 rows on an H100, of
+    70B at TP 8, less half a wave and a launch each (PyTorch, float8_experimental pull request 100)."""
     gains: tuple[tuple[Name, Rate, Time], ...] = ()
     """By `--fp8-recipe`, and nvfp4: the rate of products over that in bf16, and bytes to quantize a value."""
     wave_outputs: Time = 132 * 128 * 128
@@ -206,7 +206,7 @@ class Profile:
     def kernels(
         self, *, heads: int = 1, head_size: int | None = None, parts: int = 1, fp8: bool = False
     ) -> tuple[KernelModel, KernelModel]:
-        """Return the kernels of one layer on one rank, forward and backward; those of `fp8` if measured.
+        """Return the kernels of one layer on one rank, forward and backward; in `fp8` if measured.
 
         Tile times are in proportion to the head size, if one was measured. K and V arrive in `parts`.
         """
@@ -230,19 +230,21 @@ class Profile:
         """Return how a run's device or precision is not of this profile, with the remedy; "" if it is."""
         if self.counts_pairs:
             return ""
-        if not alike(self.device, device):
+        if not same_device(self.device, device):
             run = gpu_of(device or "")
             remedy = f"take {GPUS[run]}" if run else "measure it by megatron-wlb profile"
             return f"Profile {self.name} is of {self.device}, and the run's device is {device}: {remedy}."
         if precision not in ("bf16", *(recipe for recipe, *_ in self.gains)):
             having = [gpu for gpu, name in GPUS.items() if precision in (each for each, *_ in load_profile(name).gains)]
-            others = f", as those of {', '.join(having)} have; take that of the run's device" if having else ""
+            others = (
+                f", unlike the profiles of {', '.join(having)}; take the profile of the run's device" if having else ""
+            )
             of_device = f" ({self.device})" if self.device else ""
             return f"Profile {self.name}{of_device} has no rate of {precision}, which counts as bf16{others}."
         return ""
 
     def differences(self, *, head_size: int, dtype: str, backend: str, versions: Versions) -> str:
-        """Return how kernels differ from a run: "head size 128, not 64", or ""; what a side lacks is no difference."""
+        """Return how kernels differ from a run: "head size 128, not 64", or ""; a missing value is no difference."""
         ours, runs = asdict(self.versions), asdict(versions)
         measured = {"head size": self.head_size, "dtype": self.dtype, "backend": self.backend, **ours}
         run = {"head size": head_size, "dtype": dtype, "backend": backend, **runs}
@@ -256,7 +258,7 @@ FLOPS_PROFILE = Profile(
     forward=KernelTimes(launch=0.0, tile=1.0, query_tile=0.0),
     backward=KernelTimes(launch=0.0, tile=0.0, query_tile=0.0),
 )
-"""Counts attended pairs, once for both directions, and nothing else."""
+"""Counts attended pairs alone, once for both directions."""
 DEFAULT_PROFILE = "h100-cudnn"
 GPUS = {
     "a100": "a100-fa2",
@@ -276,7 +278,7 @@ def gpu_of(device: str) -> str | None:
     return found[1] if found else None
 
 
-def alike(one: str | None, other: str | None) -> bool:
+def same_device(one: str | None, other: str | None) -> bool:
     """Whether two names, as torch has them, may be of one kind of device; None is unknown."""
     kinds = {name and (gpu_of(name) or name) for name in (one, other)}
     return None in kinds or len(kinds) == 1
@@ -309,11 +311,11 @@ def load_profile(name_or_path: str) -> Profile:
     if name_or_path == FLOPS_PROFILE.name:
         return FLOPS_PROFILE
     try:
-        text = files.read(profile_file(name_or_path), 1 << 20, "give what `megatron-wlb profile` wrote")
+        text = files.read(profile_file(name_or_path), 1 << 20, "give the output of `megatron-wlb profile`")
         found = of_file(text, Profile)
         # The name of `FLOPS_PROFILE` is its alone.
         return replace(found, name=name_or_path) if found.counts_pairs else found
     except msgspec.MsgspecError as error:
         raise ValueError(
-            f"{name_or_path} is not a megatron_wlb profile: {error}; give what `megatron-wlb profile` wrote"
+            f"{name_or_path} is not a megatron_wlb profile: {error}; give the output of `megatron-wlb profile`"
         ) from error

@@ -1,6 +1,6 @@
-"""Layer kinds and parts of layers, a file each: what one needs of Megatron's arguments, of memory and of time.
+"""Layer kinds and parts of layers, a file each: Megatron's arguments for it, its memory and its time.
 
-`adapter.layers` has what training replaces in upstream for them.
+`adapter.layers` has the replacements in upstream for them.
 """
 
 from typing import Any
@@ -50,12 +50,12 @@ def assumed(model: ModelShape) -> list[str]:
 
 
 def refused() -> Rules:
-    """Return what `--wlb` cannot serve of any kind."""
+    """Return the rules by which `--wlb` refuses arguments of any kind."""
     return REFUSED | {text: holds for kind in KINDS for text, holds in kind.refused.items()}
 
 
 def adapted() -> tuple[Adaptation, ...]:
-    """Return what `--wlb` sets of the arguments of any kind, or switches off."""
+    """Return the adaptations of all kinds: arguments that `--wlb` sets or switches off."""
     return tuple(each for kind in KINDS for each in kind.adapted)
 
 

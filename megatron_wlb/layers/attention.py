@@ -47,7 +47,7 @@ class Attention(Part):
         return self.common(job) | {"qk norms": Tensor(model.qk_layernorm * job.bytes_per_value * normed)}
 
     def common(self, job: Job) -> dict[str, Tensor]:
-        """Return what attention keeps however it makes Q, K and V."""
+        """Return the tensors that attention keeps however it makes Q, K and V."""
         model, tp, w = job.model, job.parallel.tp, job.bytes_per_value
         return {
             "input": Tensor(layer_input_bytes(job)),

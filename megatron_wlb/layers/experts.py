@@ -71,9 +71,9 @@ OVERLAP_HIDES = 0.73
 """Share of the experts' exchange that `--overlap-moe-expert-parallel-comm` hides: fitted to published steps, as
 `LAUNCHES_US` is, so it stands for launches that overlap as well, and for passes that run alone."""
 COPY_PASSES = {False: 16.0, True: 6.0}
-"""Reads and writes of all copies of rows, between matrices as well, besides one of each in the dispatcher; with
+"""Reads and writes of all copies of rows, between matrices as well, besides one of each in the dispatcher. With
 `--use-transformer-engine-op-fuser`, the second. Fitted, as `OVERLAP_HIDES` is: permutation, padding, casts for both
-directions, and products slower than those of equal rows."""
+directions, and products slower than with equal rows."""
 
 
 class Experts(Mlp):
@@ -183,7 +183,7 @@ class Experts(Mlp):
         }
 
     def kept(self, job: Job) -> dict[str, Tensor]:
-        """Return what experts keep with their rows, and the norm before them."""
+        """Return the tensors that experts keep with their rows, and the norm before them."""
         model, row = job.model, layer_input_bytes(job)
         values, shared = job.bytes_per_value * model.ffn_size_of(EXPERTS) / job.parallel.tp, self._shared(job)
         before, routed = 2 if model.gated_linear_unit else 1, (1 - shared) * values
@@ -250,7 +250,7 @@ class Experts(Mlp):
         return np.array([self.exposed(job, tokens, each) + copied for each, copied in pairs])
 
     def exposed(self, job: Job, tokens: np.ndarray, beside: float) -> np.ndarray:
-        """Return the part of `travel` that nothing hides, us: what computes `beside` does if passes run by turns
+        """Return the exposed part of `travel`, us: computation of `beside` us hides some if passes run by turns
         (`Job.overlaps_experts`)."""
         moved = self.travel(job, tokens)
         return moved - job.overlaps_experts * OVERLAP_HIDES * np.minimum(moved, beside)

@@ -17,7 +17,7 @@ _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "
 class LatentAttention(Attention):
     exchanges = ("shared", "latents")
     refused: ClassVar[Rules] = {
-        "--hybrid-layer-pattern with --multi-latent-attention has not been tried; leave one of them out": lambda a: (
+        "--hybrid-layer-pattern with --multi-latent-attention is untested; leave one of them out": lambda a: (
             a.hybrid_layer_pattern and a.multi_latent_attention
         ),
         (
@@ -77,7 +77,7 @@ class LatentAttention(Attention):
         """Return the exchange of latents, of which each tensor-parallel rank sends a part.
 
         These ranks gather parts, and rows to expand; in backward they scatter and gather gradients of latents, and sum
-        those of the key part that heads share.
+        gradients of the key part that heads share.
         """
         if job.cp_exchange != "latents":
             return super().exchange(job)

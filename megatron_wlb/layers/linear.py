@@ -1,4 +1,4 @@
-"""What layers have in common whose state runs along a document: gated delta nets and Mamba layers."""
+"""Common parts of layers whose state runs along a document: gated delta nets and Mamba layers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron_wlb.model import Mixer
 
 
 def has_linear_layers(a: Any) -> bool:
-    """Whether layers have states that run along documents: gated delta nets, or those of a hybrid model."""
+    """Whether layers have states that run along documents: gated delta nets, or layers of a hybrid model."""
     return any(getattr(a, name, None) for name in ("experimental_attention_variant", "hybrid_layer_pattern"))
 
 
@@ -21,11 +21,11 @@ def ranks_of_heads(a: Any) -> int:
 
 
 REFUSED: Rules = {
-    "FP8 and FP4 have not been tried in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
+    "FP8 and FP4 are untested in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
         lambda a: has_linear_layers(a) and (a.fp8 or a.fp4)
     ),
-    "--mtp-num-layers with --experimental-attention-variant or --hybrid-layer-pattern fails in upstream, or has not "
-    "been tried; leave it out": lambda a: has_linear_layers(a) and a.mtp_num_layers,
+    "--mtp-num-layers with --experimental-attention-variant or --hybrid-layer-pattern fails in upstream, or is "
+    "untested; leave it out": lambda a: has_linear_layers(a) and a.mtp_num_layers,
 }
 """Of all linear layers."""
 DIFFERS: Rules = {
@@ -38,7 +38,7 @@ DIFFERS: Rules = {
 class LinearLayer(Part):
     title: str
     """In messages."""
-    taken = "scans go at the rate of memory, and nothing overlaps the exchange of their heads"
+    taken = "scans run at the rate of memory, and no computation overlaps the exchange of their heads"
     """For granted."""
 
     def has_user_buffers(self, a: Any) -> bool:
@@ -67,7 +67,7 @@ class LinearLayer(Part):
     def moving(self, job: Job, tokens: np.ndarray) -> np.ndarray:
         """Return the time of the two all-to-alls by which rows go to the ranks of their heads and back, us.
 
-        Nothing overlaps them. Rows are equally many on all context-parallel ranks.
+        They are exposed. Rows are equally many on all context-parallel ranks.
         """
         parallel, mixer = job.parallel, self.mixer(job)
         if parallel.cp == 1:

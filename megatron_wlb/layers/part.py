@@ -1,4 +1,4 @@
-"""What every part of a layer states: its sizes, the tensors that it keeps, its kernels, and its limits."""
+"""The interface of a part of a layer: its sizes, the tensors that it keeps, its kernels, and its limits."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -17,10 +17,10 @@ class Adaptation(NamedTuple):
     applies: Callable[[Any, Collection[str]], Any]
     """Whether it applies to these arguments (a missing one is None), of which those with these names were given."""
     values: dict[str, Any]
-    """What it sets. What only exists beside it, as details of something switched off, is not printed."""
+    """Arguments to set. Those without a use of their own, as details of a feature switched off, are not printed."""
     reason: str
     price: str = ""
-    """What is lost with what is switched off; "" if neither results nor speed are."""
+    """The loss in results or speed; "" if none."""
 
 
 def ends_documents(a: Any) -> Any:
@@ -48,7 +48,7 @@ class Tensor(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What backward runs again of a part, as selective recomputation asks for."""
+    """Work of a part that backward runs again, as selective recomputation asks for."""
 
     matrices: tuple[Matrix, ...] = ()
     share: float = 1.0
@@ -65,11 +65,11 @@ LAUNCHES_US = 850.0
 """Launches of attention, and of a layer and micro-batch in both directions. An MLP and a mixer have as many: assumed,
 since no published dense step is bound by them.
 
-Fitted to steps of mixtures of experts with and without graphs (`benchmarks.published`), with what experts and copies
-take. The steps tell their sum, and hardly how modules share it: without a model, a release or a GPU the fit has 3700 to
-4800 us in all, and 2000 to 3800 for a router (`left_out` of benchmarks/results/published.json). A rehearsal of Megatron
-0.19 over TransformerEngine 2.20 counts, with products by hand, of a layer and micro-batch in both directions: 52
-launches of a dense layer in bf16 (63 with latent attention) and 94 in FP8, and 100 of one with experts, beside their
+Fitted to steps of mixtures of experts with and without graphs (`benchmarks.published`), with times of experts and
+copies. The steps tell their sum, and hardly how modules share it: without a model, a release or a GPU the fit has 3700
+to 4800 us in all, and 2000 to 3800 for a router (`left_out` of benchmarks/results/published.json). A rehearsal of
+Megatron 0.19 over TransformerEngine 2.20 counts, with products by hand, of a layer and micro-batch in both directions:
+52 launches of a dense layer in bf16 (63 with latent attention) and 94 in FP8, and 100 of one with experts, beside their
 products. So a fitted constant is 33 to 41 us a launch, where a launch itself takes 4 to 8: most of it is modules and
 autograd in Python, which no count derives, and rests on the fit alone.
 """
@@ -92,11 +92,11 @@ class Part:
     pooled: ClassVar[bool] = False
     """Ranks pool it (`Parallel.pooling_ranks`)."""
     refused: ClassVar[Rules] = {}
-    """Flag, reason and remedy of what `--wlb` cannot serve of several arguments; one alone has a row in the table."""
+    """Flags, reason and remedy of refused combinations of arguments; one alone has a row in the table."""
     adapted: ClassVar[tuple[Adaptation, ...]] = ()
-    """What `--wlb` sets of its arguments, or switches off; one alone has a row in the table."""
+    """Its arguments that `--wlb` sets or switches off; one alone has a row in the table."""
     assumed: ClassVar[Rules] = {}
-    """Sentences on what predictions take for granted of it."""
+    """Sentences on assumptions of predictions about it."""
     differs: ClassVar[Rules] = {}
     """How it is trained otherwise than without `--wlb`; formatted with `a`."""
 
@@ -133,7 +133,7 @@ class Part:
         return Again()
 
     def launches_us(self, job: Job) -> float:
-        """Return us in which the host launches what no module stands for."""
+        """Return us in which the host launches kernels that no module stands for."""
         return 0.0
 
     def travel(self, job: Job, tokens: np.ndarray) -> np.ndarray:
@@ -141,9 +141,9 @@ class Part:
         return np.zeros_like(tokens)
 
     def dispatched(self, job: Job, tokens: np.ndarray, beside: Sequence[float]) -> np.ndarray:
-        """Return what `travel` adds to forward and to backward with the copies of rows that it needs, us, [2, M].
+        """Return the time that `travel` adds to forward and to backward, with its copies of rows, us, [2, M].
 
-        `beside`: what another micro-batch computes in the same layer in the other direction, us.
+        `beside`: computation of another micro-batch in the same layer in the other direction, us.
         """
         return np.zeros((2, *tokens.shape))
 

@@ -13,7 +13,7 @@ from megatron_wlb.job import Job
 
 
 def replaced(module: str, name: str, parameters: str, make: Callable[[Any], Any]) -> contextlib.ExitStack:
-    """Replace a function by `make(original)`, and return what takes it back.
+    """Replace a function by `make(original)`, and return the stack that takes it back.
 
     Modules that import it by name have the same function before and after. Raises RuntimeError unless its parameters
     are `parameters`, in words.
@@ -22,8 +22,8 @@ def replaced(module: str, name: str, parameters: str, make: Callable[[Any], Any]
     present = " ".join(inspect.signature(original).parameters) if original else "is missing"
     if not original or present != parameters:
         raise RuntimeError(
-            f"{module}.{name} is not what this megatron_wlb knows ({present}, not {parameters}); take the version in "
-            "docs/integrations.md, or a newer megatron_wlb"
+            f"{module}.{name} is not the function that megatron_wlb expects ({present}, not {parameters}); take the "
+            "version in docs/integrations.md, or a newer megatron_wlb"
         )
     ours = functools.wraps(original)(make(original))
     _exchange(name, original, ours)

@@ -23,7 +23,7 @@ def policy_of(text: str | None) -> Packing:
 
 REFUSED: Rules = {
     (
-        "--save and --load to object storage are not supported with delay, what waits is a file beside the checkpoint; "
+        "--save and --load to object storage are not supported with delay, whose state is a file beside a checkpoint; "
         "give a folder"
     ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)) and policy_of(a.wlb_packing).delays,
     (
@@ -31,7 +31,7 @@ REFUSED: Rules = {
         "give adaptive or megatron"
     ): lambda a: a.phase_transition_iterations and policy_of(a.wlb_packing).delays,
 }
-"""What `--wlb` cannot serve of a delay, by Megatron's arguments."""
+"""Uses of a delay that `--wlb` refuses, by Megatron's arguments."""
 DIFFERS: Rules = {
     "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: policy_of(a.wlb_packing).delays,
 }

@@ -23,7 +23,7 @@ class Timeline:
 
     @property
     def ends(self) -> np.ndarray:
-        """When every stage has nothing left to do, float64 [stages]."""
+        """When every stage has done its work, float64 [stages]."""
         return self.end.max(axis=(0, 2, 3))
 
     @property

@@ -72,7 +72,7 @@ def divide(
 ) -> list[list[list[int]]]:
     """Return the places in `lengths` that every micro-batch of every data-parallel rank holds.
 
-    The micro-batches are those of `balance`, which shards them besides.
+    `balance` makes the same micro-batches, and shards them, too.
     """
     packed, job = _step(lengths, job, num_micro_batches, equal_counts)
     batch, held = packed.batch, packed.batch.documents["length"]

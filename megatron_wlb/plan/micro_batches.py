@@ -40,8 +40,8 @@ def predictions(
 
     All see the same samples, from `first_sample` on, on a few data-parallel ranks; time is work if a job is `untimed`.
     `default` has one micro-batch per window; `make` builds a job with `num_micro_batches`, and with the least S_max if
-    `tight`, and raises ValueError if it cannot have that many, or if they do not fit memory (`memory_known`; else none
-    of several windows is tried). Returns the faster S_max of every number.
+    `tight`, and raises ValueError if it cannot have that many, or if they do not fit memory (without `memory_known`,
+    none of several windows is tried). Returns the faster S_max of every number.
     """
     if not default.packing.steady_tokens:
         return default, []
@@ -85,13 +85,16 @@ def recomputed(
     return sorted(found, key=lambda each: each.time)
 
 
-def time_per_work(job: Job, unit: Job, samples: Samples, first_sample: int) -> float:
+def time_per_work(job: Job, unit: Job, samples: Samples, first_sample: int, size: int = 1) -> float:
     """Return the predicted time of the first steps, per work of `unit` on all ranks.
 
-    So jobs compare whose work counts otherwise, or that have other data-parallel ranks.
+    So jobs compare whose work counts otherwise, or that have other data-parallel ranks. Megatron alone has `size`
+    windows per micro-batch.
     """
     few = _scaled(job)
-    return _measured(few, samples, first_sample, unit=unit)[0] * few.global_batch_size / job.global_batch_size
+    return (
+        _measured(few, samples, first_sample, unit=unit, size=size)[0] * few.global_batch_size / job.global_batch_size
+    )
 
 
 def steps_left(job: Job, samples: Samples, first_sample: int) -> int:
@@ -107,7 +110,9 @@ def _scaled(job: Job) -> Job:
     return replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
 
 
-def _measured(job: Job, samples: Samples, first_sample: int, unit: Job | None = None) -> tuple[float, float]:
+def _measured(
+    job: Job, samples: Samples, first_sample: int, *, unit: Job | None = None, size: int = 1
+) -> tuple[float, float]:
     """Return the time of steps per work (of `unit`, or the job itself), and the mean delay of their tokens in steps.
 
     Time is simulated, in us, or the work of `step_cost` if `untimed`.
@@ -127,7 +132,7 @@ def _measured(job: Job, samples: Samples, first_sample: int, unit: Job | None = 
         if untimed(job):
             time += step_cost(packing, job)
         else:
-            time += simulate_step(job, shard_step(job, packing.lengths, packing.ranks)).time
+            time += simulate_step(job, shard_step(job, packing.lengths, packing.ranks, size=size)).time
         work += float((unit or job).work(lengths).sum())
         tokens += float(lengths.sum())
         late += float(lateness(packing, step.step)[0])

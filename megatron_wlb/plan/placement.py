@@ -48,8 +48,8 @@ def place(work: np.ndarray, job: Job, pooled: np.ndarray | None = None, tokens: 
 def critical_work(work: np.ndarray, pooled: np.ndarray, job: Job) -> np.ndarray:
     """Return the work that sets the time of micro-batches, int64 [ranks, M].
 
-    In every layer, ranks that pool work wait for the one with the most other work, and do equal shares of what they
-    pool. `work` and `pooled`, its part, are int64 [ranks, M] of neighbouring ranks.
+    In every layer, ranks that pool work wait for the one with the most other work, and do equal shares of the pooled
+    work. `work` and `pooled`, its part, are int64 [ranks, M] of neighbouring ranks.
     """
     beside = job.parallel.pooling_ranks
     groups = len(work) // beside, beside, work.shape[1]

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from megatron_wlb.documents import PackedBatch, ShardPlan
+from megatron_wlb.documents import PackedBatch, Shard, ShardPlan
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import windows, without_wlb
 from megatron_wlb.plan import metrics, placement
@@ -137,7 +137,7 @@ def step_cost(batch: PackedBatch, job: Job) -> int:
 
 
 def packing_gain(batch: PackedBatch, own: np.ndarray, job: Job) -> float | None:
-    """Return the time of Megatron's windows over that of a step, both per work, by `step_cost`.
+    """Return the time of Megatron's windows over a step's, both per work, by `step_cost`.
 
     `own`: DOCUMENT rows of the step's own samples. None if these have none, or Megatron's pipeline cannot run them.
     """
@@ -152,17 +152,43 @@ def packing_gain(batch: PackedBatch, own: np.ndarray, job: Job) -> float | None:
     return float(theirs / ours)
 
 
-def shard_step(job: Job, lengths: Sequence[np.ndarray], ranks: np.ndarray | None = None) -> list[list[ShardPlan]]:
+def shard_step(
+    job: Job, lengths: Sequence[np.ndarray], ranks: np.ndarray | None = None, *, size: int = 1
+) -> list[list[ShardPlan]]:
     """Return every data-parallel rank's shards of a step, in pipeline order.
 
     Places and shards M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`; `ranks`: the
-    micro-batches of each rank, int64 [dp, M / dp], if they are dealt already.
+    micro-batches of each rank, int64 [dp, M / dp], if they are dealt already. Megatron alone runs `size` of them at
+    once (`--micro-batch-size`). Raises ValueError if that does not divide them.
     """
     tokens = np.array([each.sum() for each in lengths])
     work = np.array([job.work(each).sum() for each in lengths])
     job, rows, critical = divided(work, tokens, job, ranks)
     mine = [row[placement.order(each, job)] for row, each in zip(rows, critical, strict=True)]
-    return [[select.shard(lengths[i], job) for i in row] for row in mine]
+    shards = [[select.shard(lengths[i], job) for i in row] for row in mine]
+    if size == 1:
+        return shards
+    if len(shards[0]) % size:
+        raise ValueError(
+            f"--micro-batch-size {size} does not divide the {len(shards[0])} windows of a data-parallel rank; "
+            "change it, or --global-batch-size"
+        )
+    return [[_joined(row[i : i + size]) for i in range(0, len(row), size)] for row in shards]
+
+
+def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
+    """Join windows that run at once, each sharded by itself."""
+    first = np.cumsum([0, *(len(plan.lengths) for plan in plans)])
+
+    def calls(rank: int) -> tuple[np.ndarray, ...]:
+        moved = [[call.copy() for call in plan.shards[rank].calls] for plan in plans]
+        for of_plan, begin in zip(moved, first, strict=False):
+            for call in of_plan:
+                call["document"] += begin
+        return tuple(np.concatenate(of_all) for of_all in zip(*moved, strict=True))
+
+    shards = tuple(Shard(calls=calls(rank)) for rank in range(len(plans[0].shards)))
+    return replace(plans[0], lengths=np.concatenate([plan.lengths for plan in plans]), shards=shards)
 
 
 def divided(

@@ -46,7 +46,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _returned(gradient: Tensor, part: Part, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the gradient of a part's rows, of that of its keys."""
+    """Return the gradient of a part's rows from the gradient of its keys."""
     total = gradient.index_select(0, part.own_keys).to(torch.promote_types(gradient.dtype, torch.float32))
     if part.sent:
         given = gradient.index_select(0, part.arrived_keys)
@@ -95,7 +95,7 @@ def seen_sums(
     return total
 
 
-class Sum:
+class GradientSum:
     """Sums dK and dV over the parts of their rows."""
 
     def __init__(self, dk: Tensor, dv: Tensor) -> None:
@@ -124,11 +124,11 @@ class Sum:
                 local.copy_(values)
 
 
-class Leaving:
+class GradientExchange:
     """Sends dK and dV of a round to the ranks that hold the rows."""
 
     def __init__(
-        self, dkv: Tensor, total: Sum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
+        self, dkv: Tensor, total: GradientSum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
     ) -> None:
         """`dkv`: result of `attend_backward`; sent in `dtype`, by default its own."""
         self._total, self._rows, self._back = total, part.sent_rows, None

@@ -1,6 +1,6 @@
 """Causal attention of packed documents over context-parallel ranks.
 
-Shapes: s local rows; Hq query heads, a multiple of the Hkv key heads; head size D, Dv of values. Attention runs in
+Shapes: s local rows, Hq query heads (a multiple of the Hkv key heads), head size D, Dv of values. Attention runs in
 rounds (`ShardPlan.rounds`), each a `Part` with n of the rows and P keys. While a round computes, K and V of the next
 one arrive, and dK and dV of the last one leave. `kv` holds K and V `side_by_side`: one copy frees the QKV projection,
 and one collective moves both.
@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wlb.documents import Keys
-from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, gradient_group, parts_at_once, split_keys
+from megatron_wlb.runtime.all_to_all import (
+    GradientExchange,
+    GradientSum,
+    begin,
+    finish,
+    gradient_group,
+    parts_at_once,
+    split_keys,
+)
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 from megatron_wlb.runtime.spans import span
@@ -138,19 +146,19 @@ class _ContextParallelAttention(torch.autograd.Function):
             return dq, *of_keys, dsink, None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys_and_values(kv, q.shape[-1]))
         lse = by_round(parts, lses)
-        sums: dict[slice, Sum] = {}
+        sums: dict[slice, GradientSum] = {}
         for part in parts:
             if part.of is Keys.OWN:
                 dq[part.rows].zero_()
-            sums.setdefault(part.rows, Sum(dk[part.rows], dv[part.rows])).left += 1
-        leaving: list[Leaving] = []
+            sums.setdefault(part.rows, GradientSum(dk[part.rows], dv[part.rows])).left += 1
+        leaving: list[GradientExchange] = []
         exchanged = sum(bool(part.sent) for part in parts)
         beside = gradient_group(group) if group is not None and exchanged > 2 else group
         for i in order:
             part = parts[i]
             rows = part.rows
             leaving.append(
-                Leaving(
+                GradientExchange(
                     # No variables: they would keep these through the next round.
                     attend_backward(dout[rows], q[rows], next(arriving), out[rows], lse[i], dq[rows], part, options),
                     sums[rows],
@@ -203,7 +211,7 @@ def attend_in_rounds(
 
 
 def by_round(parts: Sequence[Part], lses: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the log-sum-exps of the calls of every round, of those of `attend_in_rounds`."""
+    """Return the log-sum-exps of every round's calls, from the list of `attend_in_rounds`."""
     of_causal, found = iter(lses), list[list[Tensor]]()
     for part in parts:
         if part.causal:
@@ -289,7 +297,7 @@ def _arriving(kv: Tensor, parts: Sequence[Part], group: dist.ProcessGroup | None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, keys: int, metadata: ShardMetadata, options: AttentionOptions) -> None:
-    """Raise ValueError unless rows and dtypes are those of the metadata and the backend."""
+    """Raise ValueError unless rows and dtypes fit the metadata and the backend."""
     if (q.shape[0], k.shape[0]) != (metadata.num_rows, keys):
         raise ValueError(
             f"q has {q.shape[0]} and k has {k.shape[0]} rows, but the shard of context-parallel rank "

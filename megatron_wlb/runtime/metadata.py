@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartLayout:
-    """What a round exchanges and computes."""
+    """The exchange and the computation of a round."""
 
     of: Round
     rows: slice
@@ -67,8 +67,8 @@ class Part(PartLayout):
 class PackedOrder(NamedTuple):
     """Where layers whose state runs along a document find its rows.
 
-    An all-to-all gives such a layer all S rows of the micro-batch for some of its heads: those of the first rank, then
-    those of the next.
+    An all-to-all gives such a layer all S rows of the micro-batch for some of its heads: the first rank's rows, then
+    the next rank's.
     """
 
     from_ranks: Tensor
@@ -106,8 +106,8 @@ class ShardMetadata:
     orders: Mapping[int | None, tuple[int, ...]]
     """By the window of a layer: which of `layouts` it runs, in order."""
     sizes: tuple[int, ...]
-    """Of the int64 arrays that begin `integers`: positions, then four for every `Part`, then those of `packed`, if any;
-    then the int32 tables."""
+    """Of the int64 arrays that begin `integers`: positions, then four for every `Part`, then arrays of `packed`, if
+    any; then the int32 tables."""
     integers: Tensor
 
     @classmethod

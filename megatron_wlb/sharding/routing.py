@@ -1,7 +1,7 @@
 """Routing of K and V: which rows a rank sends to which rank, and where it finds its keys.
 
 Only rows that some query sees travel: the rows of a rank up to the last query of another rank in the document. For a
-part of attention, the rows that arrive, in the order of the ranks, then those of the rank's own rows that count as
+part of attention, the rows that arrive, in the order of the ranks, then the rank's own rows that count as
 keys, make up a *pool*; its *keys* are the rows of the pool, document by document in packed order.
 """
 
@@ -27,8 +27,8 @@ def moved_rows(plan: ShardPlan, window: int | None = None) -> np.ndarray:
 class Ownership:
     """Which rank of a plan holds which rows of a round's documents; n segments, all ranks one after the other.
 
-    The keys that a rank sees are *runs*: those of a document, or in a window those of a head and of a tail, or of both
-    where they meet.
+    The keys that a rank sees are *runs*: of a document, or in a window of a head and of a tail, or of both where they
+    meet.
     """
 
     def __init__(self, plan: ShardPlan, of: Round = Keys.ALL, window: int | None = None) -> None:
@@ -56,7 +56,7 @@ class Ownership:
         alone[1:-1] = (documents[1:] != documents[:-1]) | (np.diff(self.ranks[order]) > 0) | (firsts[1:] > stops[:-1])
         self._firsts, self._stops = firsts[alone[:-1]], stops[alone[1:]]
         self._begins = document_begins(self._stops - self._firsts)
-        """First key of each run, those of all ranks one after the other."""
+        """First key of each run, all ranks one after the other."""
 
     def rows(self) -> np.ndarray:
         """Return rows of documents that ranks receive and send, int64 [documents, 2, cp]."""
@@ -81,8 +81,8 @@ class Ownership:
         return np.stack((first, np.clip(stops, first, np.maximum(self._stops[run], first)))) - begins, run
 
     def keys(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where runs of a rank begin among its keys, int64 [runs + 1]; of all segments the first key that it
-        sees, int64 [n]; and its own ones as it sees them, SEGMENT [n] by run."""
+        """Return where runs of a rank begin among its keys, int64 [runs + 1], the first key that each segment sees,
+        int64 [n], and the rank's own segments as it sees them, SEGMENT [n] by run."""
         (first, _), run = self.seen(cp_rank)
         runs = slice(*np.searchsorted(self._firsts, self._total * np.array([cp_rank, cp_rank + 1])))
         before = self._rows[0] + first + cp_rank * self._total - self._firsts[run]

@@ -78,7 +78,7 @@ def attention_times(plan: ShardPlan, job: Job, window: int | None = None) -> tup
 
 # Of single windows: 0.34 and 1.12 %; 0.00 and 2.58 %; 0.14 and 1.96 %. Of 4 to 8 together up to 2.5, 2.3 and 6.9 %.
 MOST_SHARES = (1.0, 2.0, 1 / 4, 1 / 2, 1 / 16)
-"""Hybrid is tried with so many times a rank's mean work as the most that a rank has of one document."""
+"""Most work of one document on a rank, over a rank's mean work, with which hybrid is tried."""
 EXPOSED_SHARE = 1 / 2  # 1/4: 0.06 and 1.47 %; 1: 0.14 and 0.71 %
 """Share of the exchange that attention does not overlap, when shardings for attention in rounds are compared."""
 

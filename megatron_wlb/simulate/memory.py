@@ -3,7 +3,7 @@
 Bytes per token and layer follow Korthikanti et al. (arXiv 2205.05198, section 4), extended to attention that saves no
 scores, grouped key heads, gated MLPs and experts. They count every tensor that upstream's TransformerEngine layer keeps
 for backward, in the training dtype; it fuses norms into the next linear layer, except before experts.
-`tests/adapter/test_memory.py` compares with what autograd keeps of upstream's layer on a CPU.
+`tests/adapter/test_memory.py` compares with the tensors that autograd keeps of upstream's layer on a CPU.
 
 Not counted: a few values per row of norms and routers, buffers of kernels other than FlashAttention-2, fragmentation.
 """
@@ -22,7 +22,7 @@ from megatron_wlb.model import FULL
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
-"""Bytes per parameter: of a bf16 weight; of its fp32 gradient; of the states that the distributed optimizer divides."""
+"""Bytes per parameter: of a bf16 weight, its fp32 gradient, and the states that the distributed optimizer divides."""
 
 
 def weight_bytes(job: Job, stage: int | None = None) -> float:
@@ -50,7 +50,7 @@ def held_bytes(
 ) -> np.ndarray:
     """Return bytes of weights, gradients and Adam's states on a GPU of every stage, float64 [pp].
 
-    `divided`: by the distributed optimizer; `tied`: the output layer has the weights of the embedding; `gradient` and
+    `divided`: by the distributed optimizer. `tied`: the output layer has the weights of the embedding. `gradient` and
     `optimizer`: bytes per parameter.
     """
     weights, parallel = gpu_weights(job), job.parallel
@@ -74,7 +74,7 @@ def gpu_weights(job: Job) -> np.ndarray:
 
 
 def tensors(job: Job, part: str) -> dict[str, Tensor]:
-    """Return what a part of a layer keeps for backward."""
+    """Return the tensors that a part of a layer keeps for backward."""
     return part_of(job.model, part).kept(job)
 
 
@@ -109,7 +109,7 @@ def logits_bytes(job: Job) -> float:
 def mlp_backward_bytes(job: Job) -> float:
     """Bytes that backward of one MLP adds to the kept ones.
 
-    It holds what it recomputes and gradients (`Part.gradient_rows`). Add two tensors, before and after a product, an
+    It holds recomputed tensors and gradients (`Part.gradient_rows`). Add two tensors, before and after a product, an
     activation or an exchange. The largest such tensor is the activation's, the rows that experts are sent, or those
     that sequence-parallel ranks gather, without user buffers.
     """
@@ -124,7 +124,7 @@ Moved = tuple[float, float]
 
 
 def one_document(job: Job, window: int | None = None) -> Moved:
-    """Return what moves if a single document is on all ranks.
+    """Return the rows that move if a single document is on all ranks.
 
     The rank with its beginning and end sees all keys, and sends its first half to all others. In a window, a rank sees
     and sends one before each half.
@@ -137,9 +137,10 @@ def one_document(job: Job, window: int | None = None) -> Moved:
 def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     """Bytes that backward of one attention adds to the kept ones; `moved`: by default as for `one_document`.
 
-    It holds what it recomputes, and gradients. On top comes the largest of three phases: a kernel with received K and V
-    and with dK and dV in fp32; dK and dV being sent, cast before they are concatenated unless sent in fp32; or those
-    that come back, cast again. If what was exchanged is kept: K and V expanded again, and dK and dV before their cast.
+    It holds recomputed tensors, and gradients. On top comes the largest of three phases: (1) a kernel with received K
+    and V and with dK and dV in fp32, (2) dK and dV being sent, cast before they are concatenated unless sent in fp32,
+    (3) those that come back, cast again. If exchanged latents are kept: K and V expanded again, and dK and dV before
+    their cast.
 
     Assumes one stage, half of the rank's rows per call, and FlashAttention-2 kernels, which hold dQ in fp32, and dK and
     dV for every query head.
@@ -166,8 +167,8 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
     """Return peak bytes of a stage with `max_tokens` in every micro-batch.
 
-    Tokens are capped by what a data-parallel rank can hold in a step. The peak comes when the last layer of a stage
-    begins its backward: in the MLP, while K and V of attention arrive, or in attention, with the MLP freed.
+    Tokens are capped by a data-parallel rank's most in a step. The peak comes when the last layer of a stage begins its
+    backward: in the MLP, while K and V of attention arrive, or in attention, with the MLP freed.
     """
     kept, at_once = token_bytes(job, stage)
     longest = job.max_tokens if max_tokens is None else max_tokens
@@ -196,7 +197,7 @@ def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Move
 def most_kept(job: Job, stage: int, longest: int, kept: np.ndarray) -> float:
     """Return most bytes that a stage keeps at once, times CP.
 
-    `kept` is what a pass through each virtual stage keeps per token, float64 [vpp]. Every pass in flight may have
+    `kept`: bytes that a pass through each virtual stage keeps per token, float64 [vpp]. Every pass in flight may have
     `longest` tokens, but each micro-batch of the rank is in flight at most once per virtual stage.
     """
     return min(job.schedule().in_flight(stage, kept) * longest, _most_rank_tokens(job, longest) * float(kept.sum()))

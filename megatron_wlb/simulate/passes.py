@@ -46,7 +46,7 @@ class LayerTimes:
     attention: np.ndarray
     """float64 [M, cp]: attention kernels of every context-parallel rank."""
     slowest: np.ndarray
-    """float64 [M]: those of the slowest rank, for which the others wait in every layer."""
+    """float64 [M]: kernels of the slowest rank, for which the others wait in every layer."""
     exchange: np.ndarray
     """float64 [M]: exposed exchange of K, V and their gradients, on the slowest rank."""
     launches: np.ndarray
@@ -79,7 +79,7 @@ def untimed(job: Job) -> str:
     heads, tp = job.model.num_attention_heads, job.parallel.tp
     if job.profile.counts_pairs:
         return (
-            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give that of the GPU, or "
+            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give the GPU's, or "
             "one that `megatron-wlb profile` wrote"
         )
     if heads % tp:
@@ -210,7 +210,7 @@ def _layer_times(
 
 
 def _launched(job: Job, kind: str, *times: LayerTimes) -> tuple[LayerTimes, LayerTimes]:
-    """Return `times`, forward and backward, with what the GPU waits for launches."""
+    """Return `times`, forward and backward, with the GPU's waits for launches."""
     forward, backward = (
         replace(each, launches=waiting(launched, each.total))
         for each, launched in zip(times, launches(job, kind), strict=True)
@@ -292,7 +292,7 @@ def _attention(job: Job, shards: Sequence[ShardPlan], window: int | None) -> tup
     if job.cp_exchange == "ring":
         calls, packed = np.full_like(calls, job.parallel.cp), np.array([len(plan.lengths) > 1 for plan in shards])
         sums = ring_sums(job, rows, packed)
-        # Upstream's ring has no windows, and documents apart only per document.
+        # Upstream's ring has no windows, and intra-document attention only per document.
         if window is None and all(plan.strategy == "per-document" or len(plan.lengths) == 1 for plan in shards):
             each = (ring_counts(plan.lengths, job.parallel.cp, kernels[0].tile_rows) for plan in shards)
             tiles = [np.array(found) for found in zip(*each, strict=True)]

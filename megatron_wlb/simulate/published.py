@@ -1,4 +1,4 @@
-"""How far predicted times of steps are from what others published, for runs of a kind."""
+"""Errors of predicted times of steps against published ones, for runs of a kind."""
 
 from importlib import resources
 from typing import NamedTuple
@@ -57,7 +57,7 @@ ROWS = msgspec.json.decode((resources.files("megatron_wlb.hardware") / "publishe
 
 
 def precision_of(recipe: str) -> str:
-    """Return the precision of a row by that of a job."""
+    """Return the precision of a row by a job's."""
     return recipe if recipe in ("bf16", "mxfp8", "nvfp4") else "fp8"
 
 

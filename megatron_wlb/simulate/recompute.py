@@ -12,14 +12,14 @@ from megatron_wlb.simulate.memory import largest_max_tokens, layer_bytes
 from megatron_wlb.simulate.passes import pass_times, untimed
 
 MODULES = ("layernorm", "moe_act", "mla_up_proj", "shared_experts", "mlp", "moe")
-"""Values of `--recompute-modules` that free memory; what core attention keeps is almost nothing with its kernels."""
+"""Values of `--recompute-modules` that free memory; core attention's kernels keep almost none."""
 
 
 _WITHIN_MOE = {"moe_act", "shared_experts"}
 
 
 def ways(job: Job) -> list[Recompute]:
-    """Return what Megatron can recompute of a job, the fastest first, and with nothing recomputed at the beginning.
+    """Return Megatron's ways to recompute parts of a job, the fastest first, beginning with no recomputation.
 
     Modules come one after the other by the time that a freed byte takes. Whole layers are some of every virtual stage
     (`block`), or all of them, from a shared input (`uniform`).
@@ -47,7 +47,7 @@ def worth_trying(free: Job, budget_bytes: float) -> list[Recompute]:
     """Return the ways to recompute with which a job may be fastest within memory; `free` has no limit of it.
 
     The first of every kind with which windows fit, in the shortest groups, and the first with which the job's own S_max
-    does in its own groups: what comes after it takes longer for nothing.
+    does in its own groups: later ones take longer without a gain.
     """
     short, found = free, dict[tuple[str | None, str | None], Recompute]()
     if free.parallel.vpp > 1 and free.parallel.group_size is None:

@@ -73,7 +73,7 @@ TIME_SHARES = {
     "exchange": ("exchange", "cp_wait"),
     "waiting": ("ep_wait", "imbalance", "dp_wait"),
 }
-"""Names for where a step's time goes, and the `Breakdown` fields that they sum. Busy is what no plan can save."""
+"""Names for where a step's time goes, and the `Breakdown` fields that they sum. No plan can save busy time."""
 
 
 def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]]) -> SimulatedStep:

@@ -49,7 +49,7 @@ def judge(value: float, error: float) -> tuple[str, str]:
         return f"This machine is too busy to measure: {number} is noise", "noise"
     number += " times as many tokens per second with --wlb as with Megatron's windows"
     if abs(value - 1) <= 2 * error:
-        return f"No difference is certain: {number}", "close"
+        return f"Within noise: {number}", "close"
     return number, "gain" if value > 1 else "loss"
 
 

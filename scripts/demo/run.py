@@ -214,7 +214,7 @@ def main() -> None:
         predicted, of_alike = predict(FOLDER, data, ranks), predict(FOLDER / "alike", alike, ranks)
         training_cpu.warm()  # meanwhile
         prediction, alike_prediction = predicted(), of_alike()
-    print(f"predicted: {prediction:.2f} times as many tokens a second as with Megatron's windows", flush=True)
+    print(f"predicted: {prediction:.2f} times as many tokens per second as with Megatron's windows", flush=True)
     print(f"== {STEPS} steps of {ranks * WINDOW} tokens, Megatron's windows and --wlb by turns, on {on}", flush=True)
     compare(FOLDER, data, ranks, STEPS, "--save", f"{FOLDER}/checkpoint", "--save-interval", str(SAVED))
     killed = f"--wlb was killed in step {len(read('wlb')) + 1}; resumed from the checkpoint of step {SAVED}"
@@ -241,7 +241,7 @@ def profile(device: str) -> None:
 
 
 def predict(folder: Path, data: str, ranks: int) -> Callable[[], float]:
-    """Begin to analyse a run; tokens a second over Megatron, documents apart, when they are there."""
+    """Begin to analyse a run; tokens per second over Megatron with intra-document attention, when they are there."""
     command = ["torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py", *arguments("wlb", folder, data, ranks)]
     outputs = ["--json", f"{folder}/analyze.json", "--html", f"{folder}/analyze.html"]
     words = [sys.executable, "-m", "megatron_wlb", "analyze", *outputs, "--", *command]

@@ -54,7 +54,7 @@ MOE = "--num-experts 4 --moe-token-dispatcher-type"
 REFUSED = {
     "--step-batch-size-schedule 300:4": "first schedule entry must have threshold 0.*; give another, such as '0:512",
     "--step-batch-size-schedule 0:4 --wlb-micro-batches 8": "--step-batch-size-schedule has several; leave it out",
-    "--step-batch-size-schedule 0:4,1K:7": "7 micro-batches a step cannot be shared by 2 data-parallel",
+    "--step-batch-size-schedule 0:4,1K:7": "7 micro-batches per step cannot be shared by 2 data-parallel",
     f"--full-validation --multiple-validation-sets {VPP2}": "--multiple-validation-sets with virtual stages",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention",
@@ -239,7 +239,7 @@ def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
     config = SimpleNamespace(tokenizer=SimpleNamespace(eod=254), eod_mask_loss=False)
     dataset = SimpleNamespace(dataset=IndexedDataset(prefix, mmap=False), config=config, _pad_token_id=-1)
     text = TextOfWindows(cut, dataset)
-    reading = data.Reading(split="train", texts=[text], context_length=50, windows=1, vocabulary=256)
+    reading = data.Reading(split="train", texts=[text], context_length=50, samples_per_micro_batch=1, vocabulary=256)
     first, eighth = cut.pieces(np.arange(5))[[0, 7]]
     assert reading.rows(first, 0, 10)[0][0].tolist() == tokens[:10].tolist()
     with pytest.raises(ValueError, match="token 999 near place 4 of document 7 of dataset 0 of the train blend is not"):

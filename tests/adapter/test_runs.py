@@ -79,7 +79,7 @@ def test_ranks_are_told_in_what_they_planned_differently():
 
 
 def _compared():
-    """What `Comparison` said on this rank of DP=2 x CP=2, of plans that agree and of some that do not."""
+    """What `RankCheck` said on this rank of DP=2 x CP=2, of plans that agree and of some that do not."""
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     rank, said = dist.get_rank(), []
     cases = [{}, {3: {"C++ core": 1}}, {1: {"documents": 0, "placement": 5}, 2: {"placement": 6}}, {3: {"own": 9}}]
@@ -87,7 +87,7 @@ def _compared():
         parts = {"C++ core": 0, "documents": (1 << 63) - 1, "placement": 3, "own": rank // 2} | case.get(rank, {})
         own = parts.pop("own")
         try:
-            plans.Comparison("valid", 7, parts, own, None, torch.device("cpu")).check()
+            plans.RankCheck("valid", 7, parts, own, None, torch.device("cpu")).check()
             said.append(None)
         except RuntimeError as error:
             said.append(re.search("valid step 7 differently: (.*); check", str(error))[1])

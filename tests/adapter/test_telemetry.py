@@ -65,7 +65,9 @@ def test_the_start_says_what_is_predicted_of_the_first_steps(run):
     """Over Megatron alone; no feature was switched off, so nothing is taken from it."""
     (line,) = re.findall(r"^> wlb: predicted .*$", (run[1] / "prints").read_text(), re.MULTILINE)
     assert re.fullmatch(
-        r"> wlb: predicted (\d+\.\d\d) times as fast as Megatron with documents apart[.]( Do not .*)?", line
+        r"> wlb: predicted (\d+\.\d\d) times as fast as Megatron with intra-document attention, "
+        r"--micro-batch-size 1[.]( Do not .*)?",
+        line,
     )
 
 
@@ -80,12 +82,28 @@ def test_what_is_predicted_is_net_of_what_is_switched_off(capsys):
     profile, lengths = load_profile("h100-fa2"), np.random.default_rng(0).integers(20, 4096, 2000)
     given = job(model=SMALL, profile=profile, context_length=4096, num_micro_batches=8, pp=4, packing=AdaptivePacking())
     data = SimpleNamespace(samples=samples(lengths, context_length=4096), first_sample=0)
-    described = SimpleNamespace(settings=SimpleNamespace(micro_batches=8))
+    described = SimpleNamespace(settings=SimpleNamespace(micro_batches=8), budget=None)
     for before, said in ((MegatronArguments(), False), (MegatronArguments(cuda_graph_impl="local"), True)):
         forecast.tell(given, described, before, data)
         printed = capsys.readouterr().out
         assert ("without CUDA graphs a step takes 1.00 times" in printed) == ("Net: " in printed) == said
         assert printed.count("> wlb: ") == 1
+
+
+def test_what_is_predicted_is_over_megatron_at_its_best_micro_batch_size(capsys):
+    """Two data-parallel ranks wait for each other less if their micro-batches have several windows."""
+    profile, lengths = load_profile("h100-fa2"), np.random.default_rng(0).integers(20, 4096, 2000)
+    given = job(
+        model=SMALL, profile=profile, context_length=4096, num_micro_batches=16, dp=2, packing=AdaptivePacking()
+    )
+    data = SimpleNamespace(samples=samples(lengths, context_length=4096), first_sample=0)
+    said = {}
+    for budget in (1.0, 1e15):
+        described = SimpleNamespace(settings=SimpleNamespace(micro_batches=8), budget=budget)
+        forecast.tell(given, described, MegatronArguments(), data)
+        gain, size = re.findall(r"predicted ([\d.]+) times .*, --micro-batch-size (\d+)[.]", capsys.readouterr().out)[0]
+        said[int(size)] = float(gain)
+    assert said.keys() == {1, max(said)} and max(said) > 1 and said[max(said)] < said[1]
 
 
 def test_the_start_names_what_is_faster_on_the_same_gpus(capsys):

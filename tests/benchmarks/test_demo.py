@@ -27,7 +27,7 @@ def test_a_ratio_is_of_tokens_a_second():
     [
         (1.25, 0.02, "1.25 ± 0.02 times as many tokens per second with --wlb as with Megatron's windows", "gain"),
         (0.75, 0.02, "0.75 ± 0.02 times", "loss"),
-        (1.03, 0.05, "No difference is certain: 1.03 ± 0.05 times", "close"),
+        (1.03, 0.05, "Within noise: 1.03 ± 0.05 times", "close"),
         (1.03, 0.17, "This machine is too busy to measure: 1.03 ± 0.17 is noise", "noise"),
         (2.04, 0.98, "This machine is too busy to measure", "noise"),
         (2.04, math.nan, "This machine is too busy to measure", "noise"),

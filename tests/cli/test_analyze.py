@@ -1,7 +1,6 @@
 """`megatron-wlb analyze`: its numbers by hand, and what they are compared with."""
 
 import json
-import math
 import re
 from dataclasses import replace
 from itertools import chain
@@ -13,6 +12,7 @@ from megatron_wlb.cli.analyze.lengths import documents_of
 from megatron_wlb.cli.analyze.table import verdict
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import profile_file
+from megatron_wlb.plan.alone import activation_bytes, other_sizes
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import simulate_step
@@ -115,8 +115,8 @@ def test_sizes_of_micro_batches_that_are_tried(data):
 
     def tried(*words):
         found = setup(f"{JOB} --wlb-micro-batches 16 --data-path {data}", *words)
-        sizes = found.without_wlb().other_sizes(found.run.budget or 0.0)
-        return [[each.micro_batch_size for each in schemes] for schemes in sizes]
+        alone = found.without_wlb()
+        return [*other_sizes(alone.job, alone.micro_batch_size, found.run.budget or 0.0)]
 
     assert tried("--global-batch-size 16 --micro-batch-size 4") == [[2, 1], [8, 16]]
     assert tried("--global-batch-size 24 --micro-batch-size 2 --wlb-micro-batches 24") == [[1], [4, 8]]
@@ -124,8 +124,8 @@ def test_sizes_of_micro_batches_that_are_tried(data):
     stages = "--global-batch-size 16 --pipeline-model-parallel-size 2 --num-layers 4"
     assert tried(stages, "--num-virtual-stages-per-pipeline-rank 2") == [[], [2, 4, 8]]
     alone = setup(f"{JOB} --wlb-micro-batches 16 --global-batch-size 16 --data-path {data}").without_wlb()
-    enough = alone.other_sizes(math.inf)[1][0]
-    assert tried("--global-batch-size 16", f"--wlb-memory-budget {1.01 * enough.activation_bytes() / 2**30}")[1] == [2]
+    enough = 1.01 * activation_bytes(alone.job, 2) / 2**30
+    assert tried("--global-batch-size 16", f"--wlb-memory-budget {enough}")[1] == [2]
 
 
 def test_a_delay_has_its_time_at_the_work_of_the_steps_of_megatron(tmp_path, lengths, data):

@@ -108,7 +108,7 @@ def test_logs_of_all_kinds_give_the_same_ratio(base, ran, tmp_path, capsys):
         assert np.array(rows)[:, 2].sum() == pytest.approx(seconds[warm].sum(), **tolerance)
         assert np.array(rows)[:, 3].sum() == (STEPS - 10) * TOKENS
     said = capsys.readouterr().out
-    assert re.search(r"^RUN is faster: 1\.2\d\d ± 0\.00\d times BASE's tokens a second and GPU\.", said)
+    assert re.search(r"^RUN is faster: 1\.2\d\d ± 0\.00\d times BASE's tokens per second and GPU\.", said)
     assert "Losses are equal to" in said
     assert ("Only Megatron's times" in said) == ((base == "step log") != (ran == "step log"))
 
@@ -136,11 +136,11 @@ def test_a_run_on_more_gpus_counts_by_gpu(tmp_path):
 def test_nothing_certain_is_not_called_faster(tmp_path, capsys):
     noise = SLOW * np.random.default_rng(0).permuted(np.repeat((0.9, 1.1), STEPS // 2))
     compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", noise))
-    assert capsys.readouterr().out.startswith("No difference is certain: RUN has ")
+    assert capsys.readouterr().out.startswith("Within noise: RUN has ")
     compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", 1.1 * SLOW))
     assert capsys.readouterr().out.startswith("RUN is slower: 0.909 ± 0.000 times")
     found = compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", noise))
-    for errors, said in ((1.7, "No difference is certain: RUN has "), (2.3, "RUN is faster: ")):
+    for errors, said in ((1.7, "Within noise: RUN has "), (2.3, "RUN is faster: ")):
         times = noise * found["ratio"] / (1 + errors * found["error"])
         capsys.readouterr()
         compared(tmp_path, tmp_path / "a", step_log(tmp_path / "b", times))
@@ -153,7 +153,7 @@ def test_where_losses_part_is_told(tmp_path, capsys):
     losses[49] *= 1.05
     found = compared(tmp_path, step_log(tmp_path / "a", SLOW), step_log(tmp_path / "b", FAST, losses))
     assert found["losses_part_at"] == 30 and found["loss_difference"] == pytest.approx(0.0605)
-    said = "Losses part at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
+    said = "Losses diverge at step 30: 7.31884 and 7.39203, by 1.00%; at most by 6.05%, at step 50."
     assert said in capsys.readouterr().out
     diverged = [entry(i, seconds, loss) for i, (seconds, loss) in enumerate(zip(SLOW, LOSSES, strict=True), start=1)]
     for step in diverged[29:]:
@@ -229,7 +229,7 @@ def test_a_profile_of_another_device_is_refused(tmp_path, capsys):
         said = refusal(capsys, "compare", str(ran_on(device)))
         assert f"ran on {device}, and profile h100-cudnn is of NVIDIA H100; give the run --wlb-profile" in said
     said = refusal(capsys, "compare", str(step_log(tmp_path / "run", SLOW)))
-    assert "has 0 predicted steps after --skip 10; give the run --wlb-profile with what `megatron-wlb profile`" in said
+    assert "has 0 predicted steps after --skip 10; give the run --wlb-profile with the output of `megatron" in said
 
 
 GOOD = entry()
@@ -262,7 +262,7 @@ def test_broken_logs_are_refused(lines, message, tmp_path, capsys):
 def test_logs_without_times_are_refused(tmp_path, capsys):
     log = text_log(tmp_path / "a", SLOW)
     log.write_text("\n".join(line for line in log.read_text().splitlines() if "iteration" not in line))
-    assert "a has no line of an iteration; give what" in refusal(capsys, "compare", str(log), str(log))
+    assert "a has no line of an iteration; give Megatron's output" in refusal(capsys, "compare", str(log), str(log))
     folder = board(tmp_path / "board", SLOW[:9], LOSSES[:9])
     assert "add --log-timers-to-tensorboard to the run" in refusal(capsys, "compare", str(folder), str(folder))
     once = text_log(log, SLOW).read_text()

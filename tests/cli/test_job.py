@@ -21,7 +21,7 @@ def test_what_is_assumed():
     assert job.parallel.sequence_parallel
     for note, begin in zip(
         found.run.notes,
-        ("Assumed: 2 GPUs", "Assumed: 2 context windows a step, PP x DP", "Assumed: the vocabulary of llama3-8b",
+        ("Assumed: 2 GPUs", "Assumed: 2 context windows per step, PP x DP", "Assumed: the vocabulary of llama3-8b",
          "--num-query-groups counts with", "Experts get equally many tokens, .*1.22 times as long a step"),
         strict=True,
     ):  # fmt: skip
@@ -56,8 +56,8 @@ def test_memory_bounds_micro_batches():
     same = described(JOB, f"--wlb-max-tokens auto --wlb-memory-budget {budget_gib!r}").job
     assert of_gpu.job().max_tokens == same.max_tokens > 1.25 * C
     for flags, why in (
-        ("--optimizer sgd", "what weights and optimizer leave of the memory is not known. Give --wlb-memory-budget"),
-        ("--hybrid-layer-pattern M*M*", "what weights and optimizer leave of the memory is not known"),
+        ("--optimizer sgd", "the memory that weights and optimizer leave is not known. Give --wlb-memory-budget"),
+        ("--hybrid-layer-pattern M*M*", "the memory that weights and optimizer leave is not known"),
         ("--num-layers 999 --hidden-size 8192", "Training refuses this on GPUs of 80 GiB, .* at most 0 tokens fit"),
     ):
         unknown = run("--wlb-max-tokens auto -- torchrun --nproc-per-node 1 pretrain_gpt.py", JOB, flags).on_device()

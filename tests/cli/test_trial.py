@@ -70,11 +70,11 @@ def test_a_report(folder, data, tmp_path, capsys):
     lines = [re.sub(" +", " ", line).strip() for line in said.splitlines()]
     error = found["error"]
     assert lines[0] == (
-        f"--wlb is faster: {found['ratio']:.3f} ± {error:.3f} times as many tokens a second as without it, measured in "
-        "2 pairs of turns (4 x NVIDIA H100 80GB HBM3)."
+        f"--wlb is faster: {found['ratio']:.3f} ± {error:.3f} times as many tokens per second as without it, "
+        "measured in 2 pairs of turns (4 x NVIDIA H100 80GB HBM3)."
     )
     rate = np.mean([8 * 16384 / each / 4 for each in sums[[0, 2]]])
-    assert any(line.startswith(f"tokens a second and GPU {rate:,.1f} ") for line in lines)
+    assert any(line.startswith(f"tokens per second and GPU {rate:,.1f} ") for line in lines)
     assert "most memory of a rank, GiB 68.00 78.00 1.147" in lines
     assert "exchange, % of a step 0.0 0.0" in lines and "waiting, % of a step 5.0 0.0" in lines
     equal = (
@@ -82,7 +82,7 @@ def test_a_report(folder, data, tmp_path, capsys):
     )
     assert f"{equal}weights." in lines
     losses = (
-        "- Losses with --wlb and without differ by up to 1.1e-05 of their value; those of turns without it, by up to "
+        "- Losses with --wlb and without differ by up to 1.1e-05 of their value; between turns without it, by up to "
     )
     assert f"{losses}2.0e-06." in lines
     assert "- Every step trains the same as without --wlb." in lines
@@ -234,7 +234,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(own, script, flags, m
 
 
 def test_a_trial_wants_a_command(capsys):
-    assert "no command; give behind -- what starts the run" in refusal(capsys, "trial", "--steps", "4")
+    assert "no command; give the run's command behind --" in refusal(capsys, "trial", "--steps", "4")
 
 
 def test_a_load_that_says_no_iteration_is_refused(folder, data, capsys, tmp_path):

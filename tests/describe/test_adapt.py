@@ -85,7 +85,7 @@ def test_one_change(changed, beside, line):
     check(args)
     assert not any(adapt(args, given)[1:]) and args.wlb_before == first  # nothing is left to change
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
-    with pytest.raises(ValueError, match="^--wlb-strict: these flags would have to change"):
+    with pytest.raises(ValueError, match="^--wlb-strict: --wlb would change these flags"):
         adapt(Namespace(**USUAL | given | {"wlb_strict": True}), ())
 
 

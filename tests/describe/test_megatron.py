@@ -142,7 +142,7 @@ def test_layouts(stated, expected):
         ({"seq_length": None}, "^no --seq-length; give the context window"),
         ({"global_batch_size": None}, "^no --global-batch-size; give the context windows"),
         ({"seq_length": 1026, "context_parallel_size": 4}, "1026, which 4 context-parallel .* give a multiple of 8"),
-        ({"world_size": 3}, "8 micro-batches a step cannot be shared by 3 data-parallel ranks"),
+        ({"world_size": 3}, "8 micro-batches per step cannot be shared by 3 data-parallel ranks"),
         ({"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 3, "world_size": 16},
          "cannot be interleaved over 4 pipeline stages in groups of 4"),
         ({"num_layers": "many"}, "^--num-layers is 'many'; it must be int.*; give another value$"),

@@ -133,7 +133,9 @@ def test_a_profile_says_of_which_runs_it_is_not():
     of_another = "is of NVIDIA H100, and the run's device is NVIDIA B200: take b200-cudnn-2025"
     assert of_another in hopper.misfit("NVIDIA B200", "bf16")
     assert "measure it by megatron-wlb profile" in hopper.misfit("NVIDIA H800", "bf16")
-    assert "no rate of mxfp8, which counts as bf16, as those of b200, gb200, gb300 have" in hopper.misfit(None, "mxfp8")
+    assert "no rate of mxfp8, which counts as bf16, unlike the profiles of b200, gb200, gb300" in hopper.misfit(
+        None, "mxfp8"
+    )
     assert blackwell.misfit("b200", "mxfp8") == FLOPS_PROFILE.misfit("NVIDIA B200", "mxfp8") == ""
     assert blackwell.misfit(None, "custom").endswith("has no rate of custom, which counts as bf16.")
     mine = replace(hopper, device="NVIDIA L40S")

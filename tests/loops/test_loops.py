@@ -274,7 +274,9 @@ def test_the_dataset_of_ms_swift_takes_them(packing):
 
 def test_a_function_with_other_parameters_is_refused(monkeypatch):
     loop = module(monkeypatch, "slime.utils.dp_schedule", build_dp_schedule=lambda args, lengths: None)
-    with pytest.raises(RuntimeError, match=r"is not what this megatron_wlb knows \(args lengths, not args train_"):
+    with pytest.raises(
+        RuntimeError, match=r"is not the function that megatron_wlb expects \(args lengths, not args train_"
+    ):
         slime.balanced(job_on())
     del loop.build_dp_schedule
     with pytest.raises(RuntimeError, match="is missing"):
@@ -287,7 +289,7 @@ def test_verl_is_left_whole_where_one_function_is_another(monkeypatch):
 
     functions = {"calculate_workload": lambda d: 24576 * d + d * d, "rearrange_micro_batches": lambda batch: None}
     loop = module(monkeypatch, verl.MODULE, get_seqlen_balanced_partitions=theirs, **functions)
-    with pytest.raises(RuntimeError, match="rearrange_micro_batches is not what"):
+    with pytest.raises(RuntimeError, match="rearrange_micro_batches is not the function"):
         verl.balanced(job_on())
     assert loop.get_seqlen_balanced_partitions is theirs
     loop.calculate_workload = lambda d: d * d

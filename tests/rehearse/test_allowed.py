@@ -51,7 +51,7 @@ def test_a_log_sets_known_arguments_and_none_that_names_a_file_a_module_or_an_ad
     assert (taken["attention_backend"].name, taken["exp_avg_dtype"], left_out) == ("flash", "bf16", [])
 
 
-ALONE, NOBODY = "a rehearsal leaves the run's files alone", "a rehearsal asks nobody"
+ALONE, NOBODY = "a rehearsal leaves the run's files alone", "a rehearsal has no network"
 SAID = {
     "open(own + '/a/b', 'w').write('x'); os.replace(own + '/a/b', own + '/c'); open(other).read()": "",
     "shutil.rmtree(own + '/a'); os.mkdir('b', dir_fd=os.open(own, os.O_RDONLY))": "",
@@ -103,12 +103,12 @@ def test_what_is_built_lies_where_nobody_else_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert build._cache() == folder and folder.stat().st_mode & 0o777 == 0o700
     folder.parent.chmod(0o777)
-    with pytest.raises(ValueError, match=f"all may write in {folder.parent}, and what lies in {folder} would run;"):
+    with pytest.raises(ValueError, match=f"all may write in {folder.parent}, and files in {folder} would run;"):
         build._cache()
     folder.parent.chmod(0o1777)  # as /tmp is
     build._cache()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(ValueError, match="another user's, and what lies there would run; give a folder of your own as"):
+    with pytest.raises(ValueError, match="another user's, and files there would run; give a folder of your own as"):
         build._cache()
     for name in ("a b", "a:b"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
@@ -156,4 +156,4 @@ def test_conversations_of_a_log_are_not_read(tmp_path, capsys):
     log.write_text(printed(stated))
     for words in ((), ("--data-path", "chats.jsonl"), ("--tokenizer-model", "here")):
         assert main(["analyze", str(log), "--vocab-size", "9", *words]) == 2
-        assert "neither reads conversations nor fetches a tokenizer; give --data" in capsys.readouterr().err
+        assert "named only in a log are not read; give --data" in capsys.readouterr().err

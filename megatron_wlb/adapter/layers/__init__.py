@@ -1,4 +1,4 @@
-"""Layer kinds in training: what is replaced in upstream for each, a file a kind, named as in `megatron_wlb.layers`."""
+"""Layer kinds in training: replacements in upstream for each, a file per kind, named as in `megatron_wlb.layers`."""
 
 import contextlib
 import copy
@@ -27,7 +27,7 @@ def of(args: Namespace) -> list[Kind]:
     return [kind for kind in KINDS if kind.applies(args)]
 
 
-def ahead(
+def depth_inputs(
     batch: Batch, positions: torch.Tensor, weights: torch.Tensor | None, context_length: int
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """Return the tokens further ahead, and their targets, that the layers of a forward pass ask for."""
@@ -63,7 +63,7 @@ def adapt_stack(spec: Any, config: Any, options: AttentionOptions) -> Any:
 
 
 def _adapt_mixer(layer: Any, config: Any, options: AttentionOptions, *, linear: bool) -> None:
-    """Adapt what mixes the rows of a layer; `linear`: it may be no attention."""
+    """Adapt the part that mixes the rows of a layer; `linear`: it may be no attention."""
     if linear and any(kind.adapt(layer, config, options) for kind in _MIXERS):
         return
     check_layer(layer)
@@ -94,6 +94,6 @@ def check_layer(layer: Any) -> None:
         )
     if core := foreign_core(layer):
         raise ValueError(
-            f"--wlb has a core attention of its own, and that of the layer is {core}, not Megatron's "
+            f"--wlb has a core attention of its own, and the layer's is {core}, not Megatron's "
             "DotProductAttention; leave --wlb out, or --spec or the flag that names it"
         )

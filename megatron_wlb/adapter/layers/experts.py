@@ -1,6 +1,6 @@
 """Router losses and expert counts over micro-batches of unequal length, which upstream takes to be equal.
 
-Upstream's own padding masks keep padding out. What it still multiplies where it should count is replaced here.
+Upstream's own padding masks keep padding out. Products that should be counts are replaced here.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from megatron_wlb.adapter.upstream.replaced import replaced
 def _installed(run: Run) -> Iterator[None]:
     """Weigh router losses by tokens inside, and log them as means over the micro-batches that ran.
 
-    Upstream divides what it sums over tokens by the trained ones, also the router losses, which are of all tokens.
+    Upstream divides sums over tokens by the trained ones, also the router losses, which are of all tokens.
     """
     router: Any = importlib.import_module("megatron.core.transformer.moe.router")
     tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
@@ -39,7 +39,7 @@ def _installed(run: Run) -> Iterator[None]:
 
     def normalised(original: Any) -> Any:
         def switch_load_balancing_loss_func(*, tokens_per_expert: Any, total_num_tokens: Any, **given: Any) -> Any:
-            """Take shares of all tokens counted: those of `global_aux_loss` are of other micro-batches, too."""
+            """Take shares of all tokens counted: `global_aux_loss` counts other micro-batches, too."""
             choices = total_num_tokens * given["topk"] * tokens_per_expert.numel() / given["num_experts"]
             shares = tokens_per_expert * (choices / tokens_per_expert.sum().clamp(min=1))
             # A micro-batch may have padding alone. The fused loss takes other types of counts in every release.

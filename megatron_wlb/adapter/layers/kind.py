@@ -1,4 +1,4 @@
-"""What training states of a kind of layers: when it applies, what it replaces in upstream, and its specs."""
+"""The interface of a kind of layers in training: when it applies, its replacements in upstream, and its specs."""
 
 import contextlib
 from argparse import Namespace
@@ -11,7 +11,7 @@ from megatron_wlb.runtime.attention import AttentionOptions
 
 
 class Run(NamedTuple):
-    """What replacements need of the run."""
+    """Values of the run that replacements need."""
 
     trained: Callable[[], float]
     """Share of the running step's tokens by which losses are divided."""
@@ -59,7 +59,7 @@ class Kind:
         """Raise ValueError for the spec of a hybrid stack whose layers of this kind are not upstream's."""
 
     def adapt_given(self, arguments: Mapping[str, Any], config: Any, adapt: Callable[[Any, Any], None]) -> None:
-        """Adapt specs of its own among the arguments of upstream's model, and by `adapt` those of layers inside."""
+        """Adapt specs of its own among the arguments of upstream's model, and by `adapt` the specs of layers inside."""
 
     def adapt(self, layer: Any, config: Any, options: AttentionOptions) -> bool:
         """Adapt the spec of a layer of this kind; False for another."""

@@ -1,8 +1,8 @@
 """Multi-latent attention, and a variant that exchanges latents, not K and V.
 
-Shapes: s local rows; T rows of this rank where tensor-parallel ranks divide the s rows; P rows visible to local
-queries; H heads of this rank; D values of a query or key, the last E of them rotated; Dv values of a value; R values of
-a latent.
+Shapes: s local rows, T rows of this rank where tensor-parallel ranks divide the s rows, P rows visible to local
+queries, H heads of this rank, D values of a query or key (the last E of them rotated), Dv values of a value, R values
+of a latent.
 """
 
 from functools import partial
@@ -97,7 +97,7 @@ class WlbLatentExchange(WlbLatentAttention):
         return self._queries(q, rotated), kv, None, q, latents
 
     def _exchanged(self, latents: Any, shared: Any, rotated: Any, metadata: Any) -> tuple[Any, Any]:
-        """Return latents [P', R] and shared key parts [P, E] of all keys, from those of own rows, [T, R] and [T, E].
+        """Return latents [P', R] and shared key parts [P, E] of all keys, from own rows' [T, R] and [T, E].
 
         Rows of latents are divided over tensor-parallel ranks; P' is P padded for them. Each of these ranks sends its
         columns. It has the whole gradient of a latent, but its own heads' gradient of the shared part, which is summed.

@@ -21,7 +21,7 @@ from megatron_wlb.adapter.upstream.replaced import replaced
 
 
 def adapt_mtp(layer: Any, config: Any, adapt: Callable[[Any, Any], None]) -> None:
-    """Adapt the spec of one of upstream's MTP layers, and by `adapt` that of the layer inside."""
+    """Adapt the spec of one of upstream's MTP layers, and by `adapt` the spec of the layer inside."""
     adapt(layer.submodules.mtp_model_layer, config)
     if config.transformer_impl == "local":
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchNorm
@@ -33,7 +33,7 @@ def rolled(
     """Yield the results of upstream's `roll_tensor` in a forward pass.
 
     Its layers ask for the inputs of each depth: tokens [1, s], then positions [1, s]; its loss for labels [1, s], then
-    the mask [1, s] with its sum, by which it divides what it multiplies by the trained tokens. The sum returned is
+    the mask [1, s] with its sum, by which it divides a product with the trained tokens. The sum returned is
     their number, so the mask alone is a target's weight: `weights` [1 + depths, s] or 1.
     """
     assert batch.tokens is not None and batch.labels is not None and batch.loss_mask is not None
@@ -67,7 +67,7 @@ def _installed(run: Run) -> Iterator[None]:
         def roll_tensor(tensor: Any, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
             if tensor.dtype == torch.bool:  # padding stays where it is
                 return tensor, None
-            following, total = next(packed_seq_params.ahead)
+            following, total = next(packed_seq_params.depth_inputs)
             assert following.shape == tensor.shape and following.dtype == tensor.dtype
             return following, total
 

@@ -1,8 +1,8 @@
 """Packed micro-batches in upstream's combined schedule (`--overlap-moe-expert-parallel-comm`).
 
-It runs the layers of a micro-batch's forward pass and those of another's backward pass by turns, each in nodes:
-attention and router, dispatch, experts, combine. Nodes call parts of a layer, not the layer, so what upstream and this
-plugin do around a layer's forward pass is done here. No node takes the two micro-batches for equally long.
+It runs the layers of a micro-batch's forward pass and of another's backward pass by turns, each in nodes:
+attention and router, dispatch, experts, combine. Nodes call parts of a layer, not the layer, so the work of upstream
+and this plugin around a layer's forward pass is done here. No node takes the two micro-batches for equally long.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from megatron_wlb.runtime.attention import send_ahead
 
 
 class _Running:
-    """What the node that runs needs, and upstream does not pass to it."""
+    """Values that the running node needs, and upstream does not pass to it."""
 
     padding: Any = None
     """For the router: the mask of its micro-batch."""

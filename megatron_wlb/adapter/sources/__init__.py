@@ -1,1 +1,1 @@
-"""Sources of data, a file each: what a `source.Source` tells. `datasets` builds the one that flags ask for."""
+"""Sources of data, a file each, with a `source.Source`. `datasets` builds the one that flags ask for."""

@@ -112,7 +112,7 @@ def read(path: str, args: Namespace) -> Conversations:
 
 
 def _multiple(args: Namespace) -> int:
-    """Return what upstream pads the length of each conversation to a multiple of."""
+    """Return the number to whose multiples upstream pads the length of each conversation."""
     ranks = args.context_parallel_size or 1
     multiple = 2 * ranks if ranks > 1 else 1
     if hasattr(SFTDataset, "_calculate_padding_divisor") and args.sequence_parallel:  # main from #6742 on
@@ -164,7 +164,7 @@ def _made(model: str, prompt_format: str) -> Any:
 
 
 def _identity(tokenizer: Any) -> tuple[Any, ...]:
-    """What tokens depend on."""
+    """Parts of the tokenizer that tokens depend on."""
     inner = tokenizer._tokenizer
     fast = getattr(inner, "backend_tokenizer", None)
     vocabulary = fast.to_str() if fast is not None else repr(sorted(inner.get_vocab().items()))
@@ -249,7 +249,7 @@ def _conversations(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[np.nda
 
 
 def _pack(row: dict[str, Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The conversations of a pack of Megatron-Bridge, whose mask is that of labels."""
+    """The conversations of a pack of Megatron-Bridge, whose mask is for labels."""
     ids, labels, starts = (np.asarray(row.get(name)) for name in ("input_ids", "loss_mask", "seq_start_id"))
     for name, values, most in (
         ("input_ids", ids, 1 << 31),

@@ -1,4 +1,4 @@
-"""Upstream's datasets, built as its `pretrain_gpt.py` builds them, and what each sample of them holds."""
+"""Upstream's datasets, built as its `pretrain_gpt.py` builds them, and the contents of their samples."""
 
 import errno
 import resource
@@ -38,7 +38,7 @@ def source_of(args: Namespace) -> Source:
 def build(args: Namespace, num_samples: Sequence[int | None], config: Any = None) -> list[Any]:
     """Build the datasets of the three splits on every rank, in upstream's order; None for one without data.
 
-    `config` is upstream's, by default that of its `pretrain_gpt.py`. Every dataset holds files open, so as many are
+    `config` is upstream's, by default as in its `pretrain_gpt.py`. Every dataset holds files open, so as many are
     allowed as can be. Raises ValueError where those are too few.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -91,7 +91,7 @@ def _config(args: Namespace) -> GPTDatasetConfig:
 
 
 def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> SplitData:
-    """Return what a built dataset holds, from `first_sample` on."""
+    """Return the data of a built dataset, from `first_sample` on."""
     datasets, blend = [dataset], None
     if isinstance(dataset, BlendedDataset):
         datasets = dataset.datasets

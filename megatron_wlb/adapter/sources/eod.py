@@ -50,7 +50,7 @@ class PiecesByEod:
 
 
 def remark_on_ends(datasets: Sequence[Any], *, by_eod: bool) -> str:
-    """Return what the start of a run says of documents without EOD as their last token, or with another.
+    """Return the remark at the start of a run on documents without EOD as their last token, or with another.
 
     `SAMPLED` documents of `GPTDataset`s tell; "" if these have none. `by_eod`: pieces end with EOD.
     """

@@ -11,8 +11,8 @@ Order = Callable[[np.ndarray], np.ndarray]
 
 
 def order_of(args: Namespace, split: str, size: int) -> tuple[Order | None, int | None]:
-    """Return what maps places in training to the `size` samples of a split, None: one after the other, and the steps of
-    a pass over it, for --full-validation."""
+    """Return the map from places in training to the `size` samples of a split, None: one after the other, and the steps
+    of a pass over it, for --full-validation."""
     ranks = args.data_parallel_size
     if split.startswith("valid") and args.full_validation:
         return functools.partial(_passes, size, ranks), -(-size // ranks)

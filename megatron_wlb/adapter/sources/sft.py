@@ -90,7 +90,7 @@ class _Conversations(MegatronDataset):
 
 
 def _in_turn(read: Callable[[], Any], local_rank: int) -> Any:
-    """Read on the first rank, then on one of every node, then on all, so that what is cached is made once.
+    """Read on the first rank, then on one of every node, then on all, so that caches are made once.
 
     Raises ValueError on all ranks if one does. A collective call.
     """

@@ -1,4 +1,4 @@
-"""The protocol of a source, and what a run has of each split."""
+"""The protocol of a source, and the data of a split."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Text(Protocol):
     def read(self, piece: np.void, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, labels and whether they are trained of `count` rows, as the sample has them.
 
-        int64 and bool [count], from row `start` of a DOCUMENT row on; what is behind the sample is token 0, untrained.
+        int64 and bool [count], from row `start` of a DOCUMENT row on; tokens after the sample are 0, untrained.
         """
 
 
@@ -40,18 +40,18 @@ class Source(Protocol):
         """Check the files that flags name, before upstream reads them. Raises ValueError."""
 
     def prepare(self, config: Any) -> None:
-        """Give upstream's dataset config what `kind` reads. A collective call; raises ValueError."""
+        """Set the fields of upstream's dataset config that `kind` reads. A collective call; raises ValueError."""
 
     def part(self, dataset: Any) -> tuple[Part, Text]:
         """Return samples and tokens of a built dataset. Raises ValueError for an index that is not of its files."""
 
     def remark(self, datasets: Sequence[Any]) -> str:
-        """Return what the start of a run says of a split's datasets; "" for nothing."""
+        """Return the remark on a split's datasets at the start of a run; "" if none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitData:
-    """What a split trains or evaluates."""
+    """The data that a split trains or evaluates."""
 
     samples: Samples
     texts: Sequence[Text]

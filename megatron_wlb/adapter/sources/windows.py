@@ -74,9 +74,9 @@ class FromIndex:
 
 
 def stale(dataset: Any, folder: str, why: str) -> ValueError:
-    """Return what refuses an index of upstream's cache, by default in `folder`: its name tells nothing of the files."""
+    """Return the error for an index of upstream's cache, by default in `folder`, that does not fit the files."""
     name = os.path.join(dataset.config.path_to_cache or folder, f"{dataset.unique_description_hash}-*")
-    return ValueError(f"--wlb: upstream's cached index {name} is not of {why}; delete it, upstream makes it anew")
+    return ValueError(f"--wlb: upstream's cached index {name} is not of {why}; delete it, upstream rebuilds it")
 
 
 class TextOfWindows:
@@ -105,7 +105,7 @@ class TextOfWindows:
         return tokens, labels, trained
 
     def begins(self, piece: np.void, count: int) -> np.ndarray:
-        """Return where `count` tokens from a DOCUMENT row on begin anew, by the EOD tokens before, int64 [n]."""
+        """Return where documents begin in `count` tokens from a DOCUMENT row on, by the EOD tokens, int64 [n]."""
         text = self._stream(int(piece["document"]), int(piece["offset"]), count)
         return np.concatenate(([0], np.flatnonzero(text[:-1] == self._eod) + 1))
 

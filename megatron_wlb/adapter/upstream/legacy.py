@@ -18,7 +18,7 @@ from megatron_wlb.layers.experts import dispatches
 
 
 def check(args: Namespace) -> None:
-    """Raise ValueError for what only later versions do not know, or know how to serve."""
+    """Raise ValueError for arguments that later versions have dropped, or that only they serve."""
     from megatron_wlb.adapter import layers
 
     if args.rampup_batch_size is not None:
@@ -59,7 +59,7 @@ def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], A
 
 
 def _scaled(args: Namespace, original: Any) -> Any:
-    """Wrap what scales router losses: with per-token loss, upstream counts tokens of one rank, and divides by all.
+    """Wrap the scale of router losses: with per-token loss, upstream counts tokens of one rank, and divides by all.
 
     A run that asked for it is left as it is.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def means_over(windows: Callable[[], float]) -> Callable[[Any], Any]:
-    """Wrap what logs losses with a `loss_scale`: means over micro-batches of so many windows each in the step."""
+    """Wrap a log of losses with a `loss_scale`: means over micro-batches of so many windows each in the step."""
 
     def mean(original: Any) -> Any:
         @functools.wraps(original)

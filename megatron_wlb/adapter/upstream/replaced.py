@@ -12,7 +12,7 @@ from megatron_wlb.adapter.upstream.versions import NEWER
 def replaced(module: Any, name: str, make: Any, parameters: Sequence[str]) -> Iterator[None]:
     """Replace `module.name` by `make(original)` inside the context.
 
-    `parameters` names what this plugin relies on of the original's. Raises RuntimeError if upstream has changed them.
+    `parameters` names the original's that this plugin relies on. Raises RuntimeError if upstream has changed them.
     """
     original = getattr(module, name, None)
     if original is None:

@@ -1,6 +1,6 @@
-"""Whether the functions of a script that do not run with `--wlb` are Megatron's, by what they do in this run.
+"""Whether the functions of a script that do not run with `--wlb` are Megatron's, by their facts in this run.
 
-A function is a set of facts: its parameters, and what it calls, passes, selects, computes, sets and returns. A branch
+Facts of a function are its parameters, and all that it calls, passes, selects, computes, sets and returns. A branch
 that flags of the run switch off has none. So a newer Megatron trains while its new features are off.
 """
 
@@ -21,7 +21,7 @@ NEEDED = {
     "train_valid_test_datasets_provider": "BlendedMegatronDatasetBuilder() build() (train_ds,valid_ds,test_ds)",
     "core_gpt_dataset_config_from_args": "build_tokenizer() get_blend_and_blend_per_split()",
 }
-"""What `--wlb` does instead of each function. One that does not do so does something else."""
+"""Work of each function that `--wlb` does instead. A function without it does something else."""
 _KNOWN = set(
     """
     BlendedMegatronDatasetBuilder() GPTDatasetConfig() GPTFIMDatasetConfig() PackedSeqParams()
@@ -75,10 +75,10 @@ _KNOWN = set(
 
 
 def check_script(model: Any, model_provider: Any, forward_step: Any, args: Namespace) -> None:
-    """Check what a script passes to `pretrain()`, whose `forward_step` will not run.
+    """Check the arguments of a script's `pretrain()`, whose `forward_step` will not run.
 
-    Raises ValueError for another model than upstream's GPT and hybrid model, and for functions that do in this run
-    what upstream's tested ones do not. The first rank prints what else is new in them.
+    Raises ValueError for another model than upstream's GPT and hybrid model, and for functions that do more
+    in this run than upstream's tested ones. The first rank prints their other additions.
     """
     if not upstream().passes_functions:
         models = importlib.import_module("megatron.training.models")
@@ -100,7 +100,7 @@ def check_script(model: Any, model_provider: Any, forward_step: Any, args: Names
 
 
 def another_model(name: str) -> ValueError:
-    """Return what refuses a script's model of that class, or from that argument of `pretrain()`."""
+    """Return the error that refuses a script's model of that class, or from that argument of `pretrain()`."""
     other = "a model_provider of its own" if name == "model_provider" else f"a model of {name}"
     return ValueError(f"--wlb trains Megatron's GPT and hybrid models, and this script has {other}; leave --wlb out")
 

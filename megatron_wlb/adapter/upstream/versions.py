@@ -12,7 +12,7 @@ _COMMON = "megatron.core.models.common"
 
 
 class Upstream(NamedTuple):
-    """What is otherwise in a minor version of megatron-core than in others."""
+    """Differences of a minor version of megatron-core from others."""
 
     passes_functions: bool = False
     """Whether scripts pass a function to `pretrain()` that makes the model, not its config: see `legacy`."""
@@ -59,7 +59,7 @@ def check_version(version: str) -> None:
 
 
 def upstream() -> Upstream:
-    """Return what is otherwise in the megatron-core that is imported."""
+    """Return the differences of the imported megatron-core."""
     return SUPPORTED[_minor(importlib.import_module("megatron.core").__version__)]
 
 

@@ -1,14 +1,14 @@
-"""`megatron-wlb analyze`: predict what --wlb would bring to a run.
+"""`megatron-wlb analyze`: predict the gain of --wlb for a run.
 
-Predicts the gain of --wlb for a run, from the lengths of its documents and its arguments alone. Needs neither a GPU,
-nor Megatron, nor torch; of the dataset, it reads only the .idx file.
+Predicts the gain from the lengths of the run's documents and its arguments alone. Needs neither a GPU, nor Megatron,
+nor torch; of the dataset, it reads only the .idx file.
 
     megatron-wlb analyze train.log --html report.html
     megatron-wlb analyze --html report.html -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
-LOG comes first. FLAGS, of Megatron and of --wlb, take precedence over those of a log or a command. Megatron (attention
-across documents, or documents apart) and --wlb train the same tokens every step. Steps are packed, sharded and
+LOG comes first. FLAGS, of Megatron and of --wlb, override those in a log or a command. Megatron (attention across
+documents, or intra-document attention) and --wlb train the same tokens every step. Steps are packed, sharded and
 simulated as they would be trained.
 """
 

@@ -21,7 +21,7 @@ from megatron_wlb.simulate.step import attention_of_ranks, micro_batch_times
 MOST_EDGES = 48
 """Most passes of a stage with white edges; more edges would cover the passes."""
 MOST = 16
-"""Most micro-batches or ranks that are drawn: more are alike, and too narrow to see."""
+"""Most micro-batches or ranks that are drawn: more would look the same, and be too narrow to see."""
 
 
 def page(report: Report, words: dict[str, Any]) -> str:

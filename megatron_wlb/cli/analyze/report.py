@@ -17,6 +17,7 @@ from megatron_wlb.hardware.profile import Profile, generations, gpu_of, load_pro
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan import metrics
+from megatron_wlb.plan.alone import best_size
 from megatron_wlb.plan.micro_batches import ALIKE
 from megatron_wlb.simulate.published import FLAGS, Errors, errors_like
 from megatron_wlb.simulate.step import TIME_SHARES, SimulatedStep, breakdown, imbalances
@@ -29,7 +30,7 @@ OTHER_SIMULATED = 24
 MOST_LAYOUTS = 3
 """Layouts that are shown, the fastest."""
 CLOSE = 0.02
-"""Gain or loss up to which a delay, or what a flag of Megatron's brings, is not mentioned."""
+"""Gain or loss of a delay, or of a flag of Megatron's, up to which it is not mentioned."""
 READING_STEPS = 8
 """Steps that tell a speed-up under other assumptions."""
 HALF_THE_NETWORK = "half the bandwidth between nodes"
@@ -153,7 +154,7 @@ class Faster(NamedTuple):
     gain: float
     """Over the run with --wlb."""
     speedup: float
-    """Over Megatron, documents apart, in the run's layout."""
+    """Over Megatron with intra-document attention, in the run's layout."""
     late_steps: float
     speedup_error: float
 
@@ -176,11 +177,11 @@ class Report(NamedTuple):
     """Of steps like the run's."""
     steps: Steps
     schemes: Schemes[Measured]
-    """Megatron, documents apart, is at its best `--micro-batch-size`."""
+    """Megatron with intra-document attention is at its best `--micro-batch-size`."""
     speedups: Schemes[Ratio]
-    """Over Megatron, documents apart."""
+    """Over Megatron with intra-document attention."""
     best_size: float
-    """Speed-up of Megatron, documents apart, by that size over the run's."""
+    """Speed-up of Megatron with intra-document attention, by that size over the run's."""
     balance: float
     """Speed-up by --wlb where both sides lack the features that it switches off."""
     prices: list[Price]
@@ -209,7 +210,7 @@ def steps_of(job: Job) -> Steps:
 
 
 def analyse(setup: Setup, steps: Steps, begin: Begin) -> Report:
-    """Simulate all schemes; tells `begin` what it does."""
+    """Simulate all schemes; tells `begin` each stage."""
     few = min(steps.simulated, READING_STEPS)
     begin("Megatron's micro-batch sizes")
     thd, best_size = at_its_best(setup.without_wlb(), setup.run.budget or 0.0, Steps(few, few))
@@ -251,7 +252,7 @@ class Others(NamedTuple):
     stride: int
 
     def prices(self) -> tuple[float, list[Price]]:
-        """Return what --wlb brings where both sides lack the features that it switches off, and their prices."""
+        """Return the gain of --wlb where both sides lack the features that it switches off, and their prices."""
         job, thd = self.setup.job, self.schemes.thd.scheme
         found = prices(job, self.setup.run.arguments, lambda of: float(self._measure(thd._replace(job=of)).us.mean()))
         if not any(each.source == SIMULATED for each in found):
@@ -260,7 +261,7 @@ class Others(NamedTuple):
         return speedup(self.schemes.ours, bare).value, found
 
     def layouts(self) -> list[Layout]:
-        """Return the layouts that are faster, the fastest first, with what Megatron would gain in them."""
+        """Return the layouts that are faster, the fastest first, with Megatron's gain in each."""
         tried = [faster for job in self.setup.layouts if (faster := self._faster(job, ALIKE)) is not None]
         tried.sort(key=lambda each: -each.gain)
         return [Layout(each, self._of_megatron(each.job), layout_flags(each.job)) for each in tried[:MOST_LAYOUTS]]
@@ -302,21 +303,13 @@ class Others(NamedTuple):
 
 
 def at_its_best(own: Scheme, budget_bytes: float, steps: Steps) -> tuple[Scheme, float]:
-    """Return Megatron at its best micro-batch size whose activations fit, and its speed-up over its own size.
+    """Return Megatron at its best micro-batch size whose activations fit, and its speed-up over its own size."""
 
-    A size is left once the next smaller or larger one is not clearly faster.
-    """
-    others = own.other_sizes(budget_bytes)
-    if not any(others):
-        return own, 1.0
-    best = of_own = measure(own, steps)
-    for schemes in others:
-        for scheme in schemes:
-            found = measure(scheme, steps)
-            if found.us_per_token * (1 + ALIKE) > best.us_per_token:
-                break
-            best = found
-    return best.scheme, of_own.us_per_token / best.us_per_token
+    def time(size: int) -> float:
+        return measure(own._replace(micro_batch_size=size), steps).us_per_token
+
+    size, faster = best_size(own.job, own.micro_batch_size, budget_bytes, time)
+    return own._replace(micro_batch_size=size), faster
 
 
 def sources(schemes: Schemes[Measured]) -> dict[str, float]:
@@ -355,7 +348,7 @@ def readings(schemes: Schemes[Measured], error: float | None, steps: int) -> lis
 
 
 def speedup(one: Measured, base: Measured) -> Ratio:
-    """Return how many times as many tokens a second `one` trains as `base`.
+    """Return the tokens per second of `one` over `base`'s.
 
     Of two that train the same tokens every step it is a ratio of times, of the steps that both simulated.
     """

@@ -1,7 +1,7 @@
-"""What is analysed: a run with --wlb, its data, and the other ways to train it."""
+"""The subject of an analysis: a run with --wlb, its data, and the other ways to train it."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from shlex import quote
@@ -16,15 +16,16 @@ from megatron_wlb.describe import alternatives
 from megatron_wlb.describe.masks import masks_documents
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.describe.price import alone
-from megatron_wlb.documents import PackedBatch, Shard, ShardPlan
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing import DEFAULT_POLICY, policy_of
+from megatron_wlb.plan.alone import activation_bytes
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.simulate.memory import largest_max_tokens, peak_bytes
+from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import SimulatedStep, simulate_step
 
@@ -33,7 +34,7 @@ DELAY = 30
 WARM_UP = 30
 """Steps that are packed and not counted, while queues of a scheme that delays fill."""
 SAMPLES, LEAST_STEPS, MOST_STEPS = 1 << 15, 64, 256
-"""Windows that are cut from the data, and bounds on the steps that hold them, after which they begin anew."""
+"""Windows that are cut from the data, and bounds on the steps that hold them, after which they repeat."""
 MOST = 1 << 14
 """Most windows, or micro-batches, of a step that are simulated."""
 
@@ -85,62 +86,20 @@ class Scheme(NamedTuple):
 
     def simulate(self, batch: PackedBatch) -> SimulatedStep:
         """Simulate a step."""
-        job, lengths, size = self.job, batch.lengths, self.micro_batch_size
+        job, lengths = self.job, batch.lengths
         if self.padded:  # the last document of a row takes the padding
             lengths = [np.append(each[:-1], job.context_length - each[:-1].sum()) for each in lengths]
         if self.crosses:
             lengths = [np.array([each.sum()]) for each in lengths]
-        shards = shard_step(job, lengths, batch.ranks)
-        if size > 1:
-            if len(shards[0]) % size:
-                raise ValueError(
-                    f"--micro-batch-size {size} does not divide the {len(shards[0])} windows of a data-parallel rank; "
-                    "change it, or --global-batch-size"
-                )
-            shards = [[_joined(row[i : i + size]) for i in range(0, len(row), size)] for row in shards]
-        return simulate_step(job, shards)
+        return simulate_step(job, shard_step(job, lengths, batch.ranks, size=self.micro_batch_size))
 
     def activation_bytes(self) -> float:
         """Return the peak of the fullest stage."""
-        job = self.job
-        if self.micro_batch_size > 1:
-            parallel, count = replace(job.parallel, group_size=None), self.num_micro_batches
-            job = replace(job, max_tokens=max(job.max_tokens, self.longest_tokens), parallel=parallel)
-            job = replace(job, num_micro_batches=count, global_batch_size=count, context_length=self.longest_tokens)
-        return max(peak_bytes(job, stage, self.longest_tokens) for stage in range(job.parallel.pp))
-
-    def other_sizes(self, budget_bytes: float) -> "tuple[list[Scheme], list[Scheme]]":
-        """Return smaller micro-batches than these, then larger ones whose activations fit, for Megatron alone.
-
-        Each list begins with the size that is nearest to this one's.
-        """
-        windows, stages = self.job.global_batch_size // self.job.parallel.dp, self.job.parallel.pp
-        sizes = [1 << i for i in range(windows.bit_length()) if windows % (1 << i) == 0]
-        if self.job.parallel.vpp > 1:  # upstream interleaves groups of as many as stages
-            sizes = [size for size in sizes if windows // size % stages == 0]
-        schemes = [self._replace(micro_batch_size=size) for size in sizes]
-        smaller = [each for each in schemes if each.micro_batch_size < self.micro_batch_size]
-        larger = [each for each in schemes if each.micro_batch_size > self.micro_batch_size]
-        return smaller[::-1], [each for each in larger if each.activation_bytes() <= budget_bytes]
-
-
-def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
-    """Join windows that run at once, each sharded by itself."""
-    first = np.cumsum([0, *(len(plan.lengths) for plan in plans)])
-
-    def calls(rank: int) -> tuple[np.ndarray, ...]:
-        moved = [[call.copy() for call in plan.shards[rank].calls] for plan in plans]
-        for of_plan, begin in zip(moved, first, strict=False):
-            for call in of_plan:
-                call["document"] += begin
-        return tuple(np.concatenate(of_all) for of_all in zip(*moved, strict=True))
-
-    shards = tuple(Shard(calls=calls(rank)) for rank in range(len(plans[0].shards)))
-    return replace(plans[0], lengths=np.concatenate([plan.lengths for plan in plans]), shards=shards)
+        return activation_bytes(self.job, self.micro_batch_size)
 
 
 class Setup:
-    """A run as --wlb would train it, and its data. Raises ValueError for what is no dataset."""
+    """A run as --wlb would train it, and its data. Raises ValueError if the data are no dataset."""
 
     def __init__(self, run: Run) -> None:
         self.data = data = data_of(run.arguments, run.notes, run.run_settings)
@@ -153,7 +112,7 @@ class Setup:
         if over := next((name for name, size in sizes.items() if size > MOST), None):
             raise ValueError(
                 f"--{over} {sizes[over]} is over {MOST}, too many to simulate; divide it and the GPUs by the same "
-                "number, for fewer data-parallel ranks of as many windows each"
+                "number, so that every data-parallel rank keeps its windows"
             )
         count = job.global_batch_size * min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // job.global_batch_size))
         self.samples = data.samples(run.arguments.seed, job.context_length, count)
@@ -172,7 +131,7 @@ class Setup:
             self.notes.append(f"Megatron is taken to gather K and V (--cp-comm-type all_gather): {why}.")
         self.masks_documents = masks_documents(stated)
         if a.fp8_dot_product_attention and job.profile.fp8 is None:
-            self.notes.append(f"Profile {job.profile.name} has no attention in FP8; that of Megatron is timed in bf16.")
+            self.notes.append(f"Profile {job.profile.name} has no attention in FP8; Megatron's is timed in bf16.")
         if not data.has_validation and stated.get("eval_iters") != 0:
             run.judged.remarks.append("The data have no validation split; with --wlb the run needs --eval-iters 0.")
         if stated.get("dataloader_inter_document_masking") and self.job.parallel.cp > 1:
@@ -183,7 +142,7 @@ class Setup:
             )
 
     def _best(self, packing: Packing) -> tuple[Job, list[Prediction]]:
-        """Return the job of a packing policy with the micro-batches of `auto`, and what was compared."""
+        """Return the job of a packing policy with the micro-batches of `auto`, and the predictions compared."""
         make, known = partial(self.run.job, packing=packing), self.run.budget is not None
         return predictions(make(), make, self.samples, memory_known=known) if self._chooses(packing) else (make(), [])
 
@@ -258,7 +217,7 @@ class Setup:
         return Scheme(job, self.samples, crosses, a.micro_batch_size, self.data.has_rows)
 
     def flags(self) -> str:
-        """Return the flags to add to a command: --wlb, what it needs beside it, and flags of it that were given."""
+        """Return the flags to add to a command: --wlb, the flags that it needs, and its flags that were given."""
         run, flags = self.run, ["--wlb"]
         if run.launched.stated.get("attention_dropout") and not run.launched.is_log:  # which has defaults, too
             flags.append("--attention-dropout 0")
@@ -272,7 +231,7 @@ class Setup:
         return " ".join(flags)
 
     def pins(self) -> str:
-        """Return the flags that pin what `auto` chose."""
+        """Return the flags that pin the choices of `auto`."""
         chosen = {"micro_batches": self.job.num_micro_batches} if self._chooses(self.job.packing) else {}
         if self.run.settings.max_tokens == "auto" or (chosen and self.run.settings.max_tokens is None):
             chosen["max_tokens"] = self.job.max_tokens

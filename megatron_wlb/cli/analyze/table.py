@@ -27,13 +27,13 @@ from megatron_wlb.describe.alternatives import WORTH, gib
 from megatron_wlb.describe.price import in_words as in_words_of_prices
 from megatron_wlb.simulate.step import TIME_SHARES
 
-TITLES = Schemes("Megatron", "Megatron, documents apart", "--wlb")
+TITLES = Schemes("Megatron", "Megatron, intra-document attention", "--wlb")
 """Names of the schemes."""
 SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
-SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
+SHORT = (SPEEDUP, "tokens per second and GPU", IDLE, "delay of a token, steps", "activations, GiB")
 """Titles of the rows to read first."""
 CLEAR = 0.05
-"""Gain from which --wlb is advised: that of a long run can be off by as much."""
+"""Gain from which --wlb is advised: the gain of a long run can be off by as much."""
 NOTHING = 0.5
 """Percentage of a step below which Megatron's GPUs do not wait for each other."""
 MOST_FACTS = 6
@@ -73,9 +73,9 @@ def rows(report: Report) -> list[Row]:
         ("", *TITLES),
         speedups(SPEEDUP, lambda n: f"{n.value:.3f}"),
         speedups("  standard error", lambda n: f"{n.error:.3f}" if n.error else ""),
-        row("micro-batches a step", lambda n: f"{n.scheme.num_micro_batches:,}"),
+        row("micro-batches per step", lambda n: f"{n.scheme.num_micro_batches:,}"),
         row("time per million tokens, s", lambda n: f"{n.us_per_token:.3f}"),
-        row("tokens a second and GPU", lambda n: f"{1e6 / n.us_per_token / gpus:,.0f}"),
+        row("tokens per second and GPU", lambda n: f"{1e6 / n.us_per_token / gpus:,.0f}"),
         *(imbalance(f"{title}: slowest / mean", name) for name, title, size in levels if size > 1),
         row("work: largest / mean", lambda n: f"{n.work_imbalance.mean():.3f}"),
         row("  p95 over steps", lambda n: f"{np.quantile(n.work_imbalance, 0.95):.3f}"),
@@ -108,7 +108,7 @@ def gain(report: Report) -> float:
 
 
 def verdict(report: Report) -> tuple[str, str]:
-    """Return what to do, by the net gain, in words, and "gain", "close" or "loss"."""
+    """Return the advice, by the net gain, in words, and "gain", "close" or "loss"."""
     setup = report.setup
     several = setup.run.budget is None and setup.of_run.micro_batch_size > 1  # of which training may make one
     if gain(report) < 0 and not several:
@@ -121,18 +121,18 @@ def verdict(report: Report) -> tuple[str, str]:
 
 
 def priced(report: Report) -> str:
-    """Return what balance brings, what it costs and what is left, in words; "" if nothing is lost."""
+    """Return the gain of balance, its cost and the net gain, in words; "" if it costs nothing."""
     if not report.prices:
         return ""
     return in_words_of_prices(report.balance, report.speedups.ours.value, report.prices)
 
 
 def sentences(report: Report) -> list[str]:
-    """Return the lines that come first: the number, where it comes from, by what it could be wrong, and the rest."""
+    """Return the lines that come first: the number, its source, its possible errors, and the rest."""
     size = report.schemes.thd.scheme.micro_batch_size
     first = (
         f"{verdict(report)[0]}. {_predicted(report)}: {report.speedups.ours.value:.2f} times as many tokens per second "
-        f"as Megatron at its best (attention inside documents, --micro-batch-size {size})."
+        f"as Megatron at its best (intra-document attention, --micro-batch-size {size})."
     )
     if prices := priced(report):
         first += f" {prices}"
@@ -146,7 +146,7 @@ def sentences(report: Report) -> list[str]:
 
 
 def _predicted(report: Report) -> str:
-    """Return what the number is, and what it stands on that the run does not say."""
+    """Return the kind of the number, and its assumptions that the run does not state."""
     run, profile = report.setup.run, report.setup.job.profile
     left_out = ", ".join(run.judged.left_out)
     words = f"An estimate without {left_out}" if left_out else "Predicted"
@@ -226,7 +226,7 @@ def _least_and_most(report: Report, what: str | tuple[str, ...] = "", *, thd: bo
 
 
 def facts(report: Report) -> list[str]:
-    """Return sentences on what the numbers go by."""
+    """Return sentences on the basis of the numbers."""
     setup, job, schemes = report.setup, report.setup.job, report.schemes
     profile = origin_of(setup)
     text = render(
@@ -278,7 +278,7 @@ def in_words(report: Report) -> dict[str, Any]:
     """Return the report as terminal and page show it; the first `MOST_FACTS` facts matter most."""
     setup, every, (first, *rest) = report.setup, rows(report), sentences(report)
     judged, launched = setup.run.judged, setup.run.launched
-    flags = {"Add to the command": setup.flags(), "To pin what auto chose": setup.pins()}
+    flags = {"Add to the command": setup.flags(), "To pin the choices of auto": setup.pins()}
     flags["Take out"] = " ".join(judged.refused)
     advised = gain(report) > 0 and not judged.stops
     run = launched.source if launched.is_log else "flags and command as given"
@@ -303,7 +303,7 @@ def _faster(report: Report) -> Iterator[str]:
     """Yield the recomputation and the layout with which the same GPUs are faster, if by `WORTH`."""
     found: list[tuple[Faster, str, float | None]] = []
     if report.recompute:
-        found.append((report.recompute, report.recompute.job.recompute.flags or "nothing recomputed", None))
+        found.append((report.recompute, report.recompute.job.recompute.flags or "no recomputation", None))
     found += [(each.faster, each.flags, each.megatron) for each in report.layouts[:1]]
     for each, flags, megatron in found:
         if each.gain >= WORTH:
@@ -321,7 +321,7 @@ def _job(report: Report) -> str:
     vpp = f" x VPP {parallel.vpp}" if parallel.vpp > 1 else ""
     return (
         f"{model}, window {job.context_length:,}, {parallel.num_gpus:,} GPUs: TP {parallel.tp} x CP {parallel.cp} x PP "
-        f"{parallel.pp}{vpp} x DP {parallel.dp}, {job.num_micro_batches:,} micro-batches a step. "
+        f"{parallel.pp}{vpp} x DP {parallel.dp}, {job.num_micro_batches:,} micro-batches per step. "
         f"{documents.documents:,} documents, {documents.tokens:,} tokens: median {quantiles['p50']:,}, p99 "
         f"{quantiles['p99']:,}, longest {quantiles['max']:,}."
     )
@@ -348,6 +348,6 @@ def show(words: dict[str, Any], console: Any, *, verdict_only: bool) -> None:
     for fact in words["facts"][:MOST_FACTS]:
         say(f"- {fact}")
     if more := len(words["facts"][MOST_FACTS:]):
-        say(f"- {more} more in what --html and --json write.")
+        say(f"- {more} more in the output of --html and --json.")
     for title, flags in words["flags"]:
         say(f"{title}:\n  {flags}")

@@ -65,7 +65,7 @@ class Plan(NamedTuple):
 def checked(args: argparse.Namespace) -> Plan:
     """Return the plan of a trial. Raises ValueError for all that training with --wlb would refuse."""
     if not args.launched:
-        raise ValueError("no command; give behind -- what starts the run, from torchrun or srun on")
+        raise ValueError("no command; give the run's command behind --, from torchrun or srun on")
     start, flags = divided(args.launched)
     if shutil.which(start[0]) is None:
         raise ValueError(
@@ -97,7 +97,7 @@ def checked(args: argparse.Namespace) -> Plan:
 
 
 def _both(start: list[str], flags: Sequence[str], given: Sequence[str], plan: Plan) -> tuple[list[str], list[str]]:
-    """Return the words of both sides. Raises ValueError if they do not say what was added."""
+    """Return the words of both sides. Raises ValueError if the added arguments cannot be read from them."""
     last = plan.first + plan.steps
     intervals = {"log_interval": 1, "log_memory_interval": last, "eval_iters": 0, "exit_interval": last}
     added: dict[str, Any] = intervals | {"wlb_digest": True}

@@ -1,4 +1,4 @@
-"""What a trial has shown: numbers, tables and sentences."""
+"""The result of a trial: numbers, tables and sentences."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ from megatron_wlb.hardware.profile import gpu_of
 FORMAT = "megatron-wlb-trial"
 VERSION = 1
 CHANGES = tuple(f"> wlb{words}" for words in (" is on: ", ": differs: ", ": sets ", ": without "))
-"""How lines of a run begin that name what --wlb changes."""
+"""Beginnings of a run's lines that name the changes of --wlb."""
 
 Rows = list[tuple[str, ...]]
 
@@ -115,7 +115,7 @@ def _compared(one: Turn, other: Turn) -> dict[str, Any]:
 
 
 def _rates(turns: Sequence[Turn]) -> tuple[list[float], list[float]]:
-    """Return tokens a second and GPU, and milliseconds of a step, by turn."""
+    """Return tokens per second and GPU, and milliseconds per step, by turn."""
     sums = [(turn.run.steps[:, 1:4].sum(axis=0), turn.run.gpus) for turn in turns if turn.run is not None]
     return [t / s / gpus for (_, s, t), gpus in sums], [1e3 * s / n for (n, s, _), _ in sums]
 
@@ -138,11 +138,11 @@ def _verdict(plan: Plan, pairs: Sequence[_Pair], device: str, entries: dict[str,
     value, error = float(ratios.mean()), max(within, by_turns or 0.0)
     entries |= {"ratio": value, "error": error, "error_by_turns": by_turns, "error_within_turns": within}
     certain = abs(value - 1) > max(2 * error, 1e-9)
-    first = f"--wlb is {'faster' if value > 1 else 'slower'}" if certain else "No difference is certain"
+    first = f"--wlb is {'faster' if value > 1 else 'slower'}" if certain else "Within noise"
     data = " on mock data" if plan.mock else ""
     where = f"{entries['gpus']} x {device or 'an unknown device'}"
     return ("gain" if value > 1 else "loss") if certain else "close", (
-        f"{first}: {value:.3f} \N{PLUS-MINUS SIGN} {error:.3f} times as many tokens a second as without it, "
+        f"{first}: {value:.3f} \N{PLUS-MINUS SIGN} {error:.3f} times as many tokens per second as without it, "
         f"measured{data} in {len(pairs)} pair{'s' * (len(pairs) > 1)} of turns ({where})."
     )
 
@@ -153,7 +153,7 @@ def _table(sides: Sequence[Sequence[Turn]], pairs: Sequence[_Pair], entries: dic
     peaks = [max((turn.peak_gib or 0.0 for turn in turns), default=0.0) for turns in sides]
     rows: Rows = [("", "without --wlb", "with --wlb", "ratio")]
     means = (f"{np.mean(each):,.1f}" for each in rates)
-    rows.append(("tokens a second and GPU", *means, f"{entries['ratio']:.3f}"))
+    rows.append(("tokens per second and GPU", *means, f"{entries['ratio']:.3f}"))
     for each in pairs:
         of_turns = (f"{_rates([turn])[0][0]:,.1f}" for turn in each.turns)
         numbers = " and ".join(str(turn.number) for turn in each.turns)
@@ -197,20 +197,20 @@ def _losses(without: Sequence[Turn], pairs: Sequence[_Pair], entries: dict[str, 
     with_wlb, alone = entries["loss_difference"], entries["loss_difference_without"]
     if with_wlb is None:
         return "Losses are not compared: no step has a finite one on both sides."
-    beside = "" if alone is None else f"; those of turns without it, by up to {alone:.1e}"
+    beside = "" if alone is None else f"; between turns without it, by up to {alone:.1e}"
     return f"Losses with --wlb and without differ by up to {with_wlb:.1e} of their value{beside}."
 
 
 def predicted_ratio(args: argparse.Namespace, device: str) -> float:
     """Return the speed-up that is predicted over the run as it is. Raises ValueError without a profile of the device.
 
-    It is what `analyze` predicts, of the first steps alone.
+    It is the prediction of `analyze`, of the first steps alone.
     """
     args.gpu = gpu_of(device)
     if args.gpu is None and args.wlb_profile is None:
         raise ValueError(
-            f"there is no profile of {device or 'the device'}; give the run --wlb-profile with what `megatron-wlb "
-            "profile` measured there"
+            f"there is no profile of {device or 'the device'}; give the run --wlb-profile with the output of "
+            "`megatron-wlb profile` there"
         )
     setup = Setup(run_of(args))
     count = min(OTHER_SIMULATED, steps_of(setup.job).simulated)
@@ -239,7 +239,7 @@ def _fewer(turn: Turn, last: Any, entries: dict[str, Any]) -> Iterator[str]:
 
 
 def _changes(turns: Sequence[Turn]) -> Iterator[str]:
-    """Yield what --wlb changes, as a run with it says."""
+    """Yield the changes of --wlb, as a run with it prints them."""
     for line in dict.fromkeys(text_of(str(turns[-1].log)).splitlines() if turns else ()):
         if line.startswith(CHANGES):
             text = line.partition(": ")[2]

@@ -1,4 +1,4 @@
-"""Turns: processes one after the other, and what their logs say."""
+"""Turns: processes one after the other, and the reading of their logs."""
 
 import contextlib
 import os
@@ -76,7 +76,7 @@ def run_all(plan: Plan, turns: int) -> list[Turn]:
 
 
 def run_turn(words: Sequence[str], log: Path, show: Callable[[int], None]) -> int:
-    """Run a command to its end, what it prints into a log; calls `show` with its last step. Returns the exit status."""
+    """Run a command to its end, with its output in a log; calls `show` with its last step. Returns the exit status."""
     with log.open("wb") as out, log.open("rb") as printed:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -95,7 +95,7 @@ def run_turn(words: Sequence[str], log: Path, show: Callable[[int], None]) -> in
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that is still running, which ends what it has started, and its process group."""
+    """End a launcher that is still running, which ends its ranks, and its process group."""
     for number, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, None)):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read(turn: Turn, returned: int, skip: int) -> Turn:
-    """Read what a turn printed."""
+    """Read the output of a turn."""
     try:
         text = text_of(str(turn.log))
     except ValueError as error:

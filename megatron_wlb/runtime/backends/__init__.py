@@ -55,7 +55,7 @@ def choose_backend(device_type: str, head_sizes: tuple[int, int], asked: str = "
             return Choice(name=name, refused=tuple(refused))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused) or "none is made for it"
     raise ValueError(
-        f"no attention backend works on device {device_type!r} ({reasons}); install what one of them needs, or use "
+        f"no attention backend works on device {device_type!r} ({reasons}); install the package of one of them, or use "
         "another device"
     )
 

@@ -3,7 +3,7 @@
 Blocks take views of one mask. Half precision is computed in fp32, which is several times as fast on CPUs without such
 units. Torch's kernel takes one head size: zeros pad the smaller of keys and values.
 
-Shapes: n query rows of a block; Hq = Hkv * g heads, head size D; g query heads share a key head.
+Shapes: n query rows of a block, Hq = Hkv * g heads, head size D; g query heads share a key head.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The interface of attention backends, and what they share.
+"""The interface of attention backends, and their shared parts.
 
 A backend's `encode` makes a table of a call, once per micro-batch, maybe in a DataLoader's worker. It takes
 `key_begins`, int64 [documents + 1], the offsets of the documents' keys among the keys of the rank (`Exchange`), and
@@ -93,7 +93,7 @@ class Backend(Protocol):
 
     @property
     def spans(self) -> Spans:
-        """The function that tells what `encode` wrote."""
+        """The function that reads a table of `encode`."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:

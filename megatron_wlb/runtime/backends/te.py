@@ -31,7 +31,7 @@ class TeBackend:
     with queries times keys, on 10.0 from cuDNN 9.18.1 on.
 
     Raises ValueError if the package is missing, and at the first call if cuDNN is too old to pack log-sum-exps; cuDNN
-    raises RuntimeError for what it cannot run.
+    raises RuntimeError for a call that it cannot run.
     """
 
     name = "te"
@@ -73,8 +73,8 @@ class TeBackend:
         check_head_size(self.name, q, v)
         if v.shape[-1] > _LARGEST_HEAD:
             raise ValueError(
-                f"attention backend 'te' gave NaN in gradients of head size {v.shape[-1]}; at most {_LARGEST_HEAD} is "
-                "allowed of values; choose another backend"
+                f"attention backend 'te' gave NaN in gradients of head size {v.shape[-1]} of values, and allows "
+                f"at most {_LARGEST_HEAD}; choose another backend"
             )
         arguments = self._arguments(q, k, v, args)
         out, aux, *_ = self._forward(is_training=True, rng_gen=_generator(q.device), **arguments)
