@@ -58,7 +58,7 @@ REFUSED = {
     f"--full-validation --multiple-validation-sets {VPP2}": "--multiple-validation-sets with virtual stages",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention",
-    "--spec tests.adapter.specs DOUBTFUL": "the layer is DoubtfulAttention, not Megatron's DotProductAttention",
+    "--spec tests.adapter.specs DOUBTFUL": "the layer's is DoubtfulAttention, not Megatron's DotProductAttention",
     "--hybrid-layer-pattern M* --spec tests.adapter.specs doubtful_layer": "--spec names no Mamba layers, and",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
     "--wlb-max-tokens 128": "is 128; it must be from 256, the context window",
@@ -88,7 +88,7 @@ def test_a_hybrid_stack_with_a_core_attention_of_its_own_is_refused():
     stack = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
     check_stack(stack)
     doubtful = replace(stack, submodules=replace(stack.submodules, attention_layer=DOUBTFUL))
-    with pytest.raises(ValueError, match="the layer is DoubtfulAttention, not Megatron's DotProductAttention; leave"):
+    with pytest.raises(ValueError, match="the layer's is DoubtfulAttention, not Megatron's DotProductAttention; leave"):
         check_stack(doubtful)
 
 
