@@ -72,7 +72,7 @@ class Description:
         return float(of.max())
 
     def budget_bytes(self, job: Job, gib: float | None = None) -> float | None:
-        """Return the bytes that GPUs of `gib`, or of the profile, have for activations in a job's layout; None: as above."""
+        """Return the bytes that GPUs of `gib`, or of the profile, have for activations in a layout; None: as above."""
         held = self.held_bytes(job)
         return None if held is None else DEVICE_SHARE * (gib or job.profile.memory_gib) * 2**30 - held
 

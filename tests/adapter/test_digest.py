@@ -113,7 +113,7 @@ def test_it_takes_as_many_operations_as_the_page_says(monkeypatch):
     with Operations() as theirs:
         upstream._add(given | {"loss_mask": weights[None], "attention_mask": mask})
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    assert f"takes {ours.count} operations of at most 24 bytes a token, {theirs.count} without" in page
+    assert f"{ours.count} operations of at most 24 bytes per token in a micro-batch, {theirs.count} without" in page
 
 
 # Faults --------------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def sentences(report: Report) -> list[str]:
     size = report.schemes.thd.scheme.micro_batch_size
     first = (
         f"{verdict(report)[0]}. {_predicted(report)}: {report.speedups.ours.value:.2f} times as many tokens per second "
-        f"as Megatron at its best (intra-document attention, --micro-batch-size {size})."
+        f"as Megatron at its best in this layout (intra-document attention, --micro-batch-size {size})."
     )
     if prices := priced(report):
         first += f" {prices}"
@@ -308,10 +308,13 @@ def _faster(report: Report) -> Iterator[str]:
     found += [(each.faster, each.flags, each.megatron) for each in report.layouts[:1]]
     for each, flags, megatron in found:
         if each.gain >= WORTH:
-            there = f"; Megatron there is {megatron:.2f} times as fast" if megatron else ""
+            there = ""
+            if megatron:
+                over = each.speedup / megatron
+                there = f" Megatron there is {megatron:.2f} times as fast; over it, --wlb is {over:.2f} times as fast."
             yield (
                 f"With {flags} on the same GPUs, --wlb is predicted to be {each.gain:.2f} times as fast as here, "
-                f"with {gib(each.job):.0f} GiB a GPU. Over {TITLES.thd} here it is {each.speedup:.2f} times{there}."
+                f"with {gib(each.job):.0f} GiB a GPU. Over {TITLES.thd} here it is {each.speedup:.2f} times.{there}"
             )
 
 
