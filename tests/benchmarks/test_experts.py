@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 
 from benchmarks import experts
-from megatron_wlb.cost import host, linear
+from megatron_wlb.layers import experts as layer
+from megatron_wlb.layers.mamba import Mamba
 
 
 def test_constants_are_others_for_a_while():
     with experts.constants(2 * experts.SHIPPED):
-        assert 2 * experts.SHIPPED[4] == linear.OVERLAP_HIDES and host.LAUNCHES_US["mamba"] == 2 * experts.SHIPPED[0]
-        assert dict(zip((False, True), 2 * experts.SHIPPED[5:], strict=True)) == linear.COPY_PASSES
-    assert experts.SHIPPED[4] == linear.OVERLAP_HIDES and host.LAUNCHES_US["mamba"] == experts.SHIPPED[0]
+        assert 2 * experts.SHIPPED[4] == layer.OVERLAP_HIDES and Mamba.modules["mamba"] == 2 * experts.SHIPPED[0]
+        assert dict(zip((False, True), 2 * experts.SHIPPED[5:], strict=True)) == layer.COPY_PASSES
+    assert experts.SHIPPED[4] == layer.OVERLAP_HIDES and Mamba.modules["mamba"] == experts.SHIPPED[0]
 
 
 def test_a_fit_finds_the_constants_that_rows_are_made_of_whatever_one_of_them_says():
@@ -32,7 +33,7 @@ def test_a_group_is_predicted_by_constants_of_the_others():
     ]
 
     def predict(some):
-        launches = np.log(host.LAUNCHES_US["moe"] / experts.SHIPPED[2])
+        launches = np.log(layer.Experts.modules["moe"] / experts.SHIPPED[2])
         return np.array([0.1 * (row["model"]["name"] == "Grok-1") - launches for row in some])
 
     shipped, model, release, *_ = experts.left_out(rows, predict)

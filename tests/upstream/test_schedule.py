@@ -44,11 +44,11 @@ def test_equal_to_a_replay_of_upstreams_functions(timed):
 
 
 SIZES = [
-    {"num_stages": 1, "micro_batches_per_rank": 5, "overlaps_experts": True},
+    {"num_stages": 1, "micro_batches_per_rank": 5, "by_turns": True},
     *({"num_stages": stages, "micro_batches_per_rank": count} for stages, count in ((1, 3), (2, 5), (3, 2), (4, 7))),
     *(
         {"num_stages": stages, "num_chunks": chunks, "micro_batches_per_rank": count, "group_size": group}
-        | {"overlap_transfers": transfers, "overlaps_experts": experts}
+        | {"overlap_transfers": transfers, "by_turns": experts}
         for stages, chunks, count, group in ((2, 2, 5, 3), (2, 3, 2, 2), (3, 2, 6, 3), (4, 2, 9, 5))
         for transfers in (False, True)
         for experts in (False, True)
