@@ -74,7 +74,7 @@ def test_a_verdict_alone_is_a_sentence_and_an_exit_status(long, capsys, run, ver
     said = (
         rf"{verdict}\. Predicted for an assumed NVIDIA H100: \d\.\d\d times as many tokens per second as Megatron at "
     )
-    said += r"its best \(intra-document attention, --micro-batch-size \d+\)\.\n"
+    said += r"its best in this layout \(intra-document attention, --micro-batch-size \d+\)\.\n"
     printed = capsys.readouterr()
     assert re.fullmatch(said, printed.out) and warning in printed.err and bool(printed.err) == bool(warning)
 
