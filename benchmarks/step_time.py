@@ -33,7 +33,7 @@ from rich.progress import track
 from benchmarks import metrics, results
 from benchmarks.lengths import WINDOW, drawn, samples
 from benchmarks.results import Row
-from megatron_wlb.cli.analyze.report import Steps, at_its_best, measure, ratio_of, speedup
+from megatron_wlb.cli.analyze.report import READING_STEPS, Steps, at_its_best, measure, ratio_of, speedup
 from megatron_wlb.cli.analyze.report import steps_of as steps_of_report
 from megatron_wlb.cli.analyze.setup import Setup
 from megatron_wlb.cli.job import add_job_flags, run_of
@@ -279,7 +279,9 @@ def remembered(case: Case, steps: int | None = None, profile: str = "F2") -> Row
     ours, *_ = recomputed(free, partial(job_of, case, budget_bytes=budget), data, budget)
     theirs, mine = (_setup(case, job.recompute.flags, profile) for job in (ring, ours.job))
     of = steps_of_report(mine.job) if steps is None else Steps(steps, steps)
-    alone, _ = at_its_best(theirs.without_wlb(), theirs.run.budget or 0.0, Steps(few := min(of.simulated, 8), few))
+    alone, _ = at_its_best(
+        theirs.without_wlb(), theirs.run.budget or 0.0, Steps(few := min(of.simulated, READING_STEPS), few)
+    )
     found = {"megatron": measure(alone, of), "wlb": measure(mine.with_wlb(mine.job), of)}
     ratio, error = speedup(found["wlb"], found["megatron"])
     row = case._asdict() | {f"over {RING}": ratio, f"over {RING}, error": error}
