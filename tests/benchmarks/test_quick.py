@@ -27,6 +27,7 @@ def slow(*values):
         ("gpu.cp_attention", "--quick --device cpu --minutes 0.1", "cp_attention_cpu"),
         ("paper", "--quick", "paper"),
         ("placement", "--quick", "placement"),
+        ("start", "--quick", "start"),
         ("step_time", "--quick", "step_time"),
         slow("closed_batches", "--quick", "closed_batches"),
         slow("convergence", "--quick --seeds 2 --logs {}/logs", "convergence"),
