@@ -147,7 +147,7 @@ def ordered(data: Row, scale: Scale, batches: int, *, seed: int) -> Ordered:
 
 
 def cut(tokens: np.ndarray, lengths: np.ndarray, of: Windows) -> Ordered:
-    return Ordered(Corpus(tokens, lengths, of), Samples(parts=[of], context_length=of.context_length))
+    return Ordered(Corpus(tokens, lengths, of), Samples(datasets=[of], context_length=of.context_length))
 
 
 class Trainer:
@@ -243,7 +243,7 @@ def validated(data: Row, scale: Scale) -> tuple[Corpus, PackedBatch]:
     tokens, lengths = split(data, held_out=True)
     count = -(-scale.validation_tokens // scale.context_length)
     of = windows(lengths, scale.context_length, seed=None)
-    rows = of.pieces(np.arange(count))
+    rows = of.documents(np.arange(count))
     bounds = np.searchsorted(rows["index"], scale.context_length * np.arange(count + 1))
     return cut(tokens, lengths, of).corpus, PackedBatch(documents=rows, bounds=bounds)
 

@@ -41,7 +41,7 @@ def distca() -> np.ndarray:
 def samples(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> Samples:
     """Windows cut from documents of `lengths`, by default in order, again and again."""
     part = windows(lengths, window, seed=0 if shuffle else None)
-    return Samples(parts=[part], context_length=window, order=lambda places: places % len(part))
+    return Samples(datasets=[part], context_length=window, order=lambda places: places % len(part))
 
 
 def job_7b(global_batch_size: int = 4, **changes: Any) -> Job:

@@ -71,10 +71,10 @@ def measured(prefix: Path, documents: int) -> results.Row:
     row |= {"windows": len(dataset), "index_s": time.process_time() - begin}
     held, begin = held_gib(), time.process_time()
     args = SimpleNamespace(seq_length=WINDOW, reset_position_ids=False, reset_attention_mask=False)
-    part, _ = FromIndex(args).part(dataset)  # type: ignore[arg-type]
+    part, _ = FromIndex(args).opened(dataset)  # type: ignore[arg-type]
     row |= {"check_s": time.process_time() - begin}
     job = job_7b(WINDOWS, parallel=Parallel(tp=8, cp=2, pp=4, vpp=8, dp=8))
-    packer = Packer(Samples(parts=[part], context_length=WINDOW, order=lambda places: places), job)
+    packer = Packer(Samples(datasets=[part], context_length=WINDOW, order=lambda places: places), job)
     begin = time.process_time()
     for _ in range(STEPS):
         packer.next()

@@ -194,7 +194,7 @@ def pretrain(argv: list[str]) -> None:
     os.environ.update(RANK=rank, WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK=rank)
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     sys.argv = ["pretrain_gpt.py", *argv]
-    script.teach()
+    script.patch_upstream()
     script.train()
 
 

@@ -60,7 +60,7 @@ wlb::Kernel kernel_model(const py::handle& k) {
   const double hidden = window ? 0 : value<double>(k, "hidden");  // windows are not measured
   return {value<int64_t>(k, "tile_rows"), value<double>(k, "launch"),   value<double>(k, "tile"),
           value<double>(k, "query_tile"), hidden,                       value<int64_t>(k, "heads"),
-          value<int64_t>(k, "parts"),     value<double>(k, "exchange"), window};
+          value<int64_t>(k, "launches"),  value<double>(k, "exchange"), window};
 }
 
 std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
@@ -69,7 +69,7 @@ std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
   return wlb::RoundCosts{kernel_model(c.attr("forward")), kernel_model(c.attr("backward")),
                          value<double>(exchange, "latency"), value<double>(exchange, "arrive"),
                          value<double>(exchange, "leave"), value<double>(exchange, "prefetch"),
-                         value<double>(c, "merge"), value<std::vector<std::vector<double>>>(c, "shares")};
+                         value<double>(c, "merge"), value<std::vector<std::vector<double>>>(c, "key_bounds")};
 }
 
 wlb::Sizes sizes_of(const py::handle& s) {
@@ -107,7 +107,7 @@ auto release_documents(const py::array& length, const py::array& work, const py:
   return std::make_tuple(array(packed.rows), array(packed.bounds));
 }
 
-// (strategy, predicted time, SEGMENT columns, where each call begins, shares of rounds)
+// (strategy, predicted time, SEGMENT columns, where each call begins, key bounds of rounds)
 py::tuple choose_sharding(const py::array& length, int64_t cp_size, const std::vector<std::string>& strategies,
                           const std::vector<double>& most_shares, const py::object& kernel, const py::object& costs) {
   const std::vector<int64_t> lengths = int64s(length, "length", length);
@@ -116,12 +116,12 @@ py::tuple choose_sharding(const py::array& length, int64_t cp_size, const std::v
   static_assert(sizeof(wlb::Segment) == 3 * sizeof(int64_t));
   Array<int64_t> segments({static_cast<py::ssize_t>(plan.segments.size()), py::ssize_t{3}});
   std::memcpy(segments.mutable_data(), plan.segments.data(), plan.segments.size() * sizeof(wlb::Segment));
-  return py::make_tuple(plan.strategy, plan.time, segments, plan.bounds, plan.shares);
+  return py::make_tuple(plan.strategy, plan.time, segments, plan.bounds, plan.key_bounds);
 }
 
-// SEGMENT rows of all calls, rank by rank, where each call begins, and the plan's shares.
+// SEGMENT rows of all calls, rank by rank, where each call begins, and the plan's key bounds.
 py::tuple attention_times(const Array<int64_t>& segments, const std::vector<size_t>& bounds, size_t cp_size,
-                          const std::vector<double>& shares, const py::object& costs, std::optional<int64_t> moved) {
+                          const std::vector<double>& key_bounds, const py::object& costs, std::optional<int64_t> moved) {
   const std::optional<wlb::RoundCosts> round_costs_of = round_costs(costs);
   const size_t count = static_cast<size_t>(segments.size()) / 3;
   if (!round_costs_of || !cp_size || bounds.size() < 2 || (bounds.size() - 1) % cp_size || bounds.back() != count)
@@ -138,7 +138,7 @@ py::tuple attention_times(const Array<int64_t>& segments, const std::vector<size
     std::sort(pieces.begin(), pieces.end(), [](const wlb::Piece& a, const wlb::Piece& b) {
       return std::pair(a.segment.document, a.segment.start) < std::pair(b.segment.document, b.segment.start);
     });
-    return wlb::attention_times(pieces, cp_size, shares, *round_costs_of, moved);
+    return wlb::attention_times(pieces, cp_size, key_bounds, *round_costs_of, moved);
   });
   return py::make_tuple(array(times.forward), array(times.backward), times.forward_end, times.backward_end);
 }
@@ -178,7 +178,7 @@ PYBIND11_MODULE(_native, module) {
              "sizes"_a, "limits"_a);
   module.def("choose_sharding", &choose_sharding, "length"_a, "cp_size"_a, "strategies"_a, "most_shares"_a, "kernel"_a,
              "costs"_a);
-  module.def("attention_times", &attention_times, "segments"_a, "bounds"_a, "cp_size"_a, "shares"_a, "costs"_a,
+  module.def("attention_times", &attention_times, "segments"_a, "bounds"_a, "cp_size"_a, "key_bounds"_a, "costs"_a,
              "moved"_a);
   module.def("makespans", &makespans<double>, "first"_a, "second"_a, "end"_a, "time"_a, "num_slots"_a,
              py::arg("work").noconvert());

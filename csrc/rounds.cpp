@@ -56,14 +56,14 @@ class Player {
     moved_ = moved.value_or(moved_);
   }
 
-  AttentionTimes play(const std::vector<double>& shares) const {
+  AttentionTimes play(const std::vector<double>& key_bounds) const {
     std::vector<Kernels> own = whole_;
     std::vector<Timed> rounds;
-    if (shares.empty()) {
+    if (key_bounds.empty()) {
       rounds.push_back(together());
     } else {
       add_own(own);
-      for (size_t i = 1; i < shares.size(); ++i) rounds.push_back(part(shares[i - 1], shares[i]));
+      for (size_t i = 1; i < key_bounds.size(); ++i) rounds.push_back(part(key_bounds[i - 1], key_bounds[i]));
     }
     AttentionTimes times{Times(cp_size_), Times(cp_size_), 0, 0};
     for (size_t r = 0; r < cp_size_; ++r) {
@@ -83,14 +83,14 @@ class Player {
 
   // Of a tie the first wins.
   Rounds choose() const {
-    const auto time = [&](const std::vector<double>& shares) {
-      const AttentionTimes times = play(shares);
+    const auto time = [&](const std::vector<double>& key_bounds) {
+      const AttentionTimes times = play(key_bounds);
       return times.forward_end + times.backward_end;
     };
     Rounds best{time({}), {}};
     if (rows_.empty()) return best;
-    for (const std::vector<double>& shares : costs_.shares)
-      if (const double now = time(shares); now < best.time) best = {now, shares};
+    for (const std::vector<double>& key_bounds : costs_.key_bounds)
+      if (const double now = time(key_bounds); now < best.time) best = {now, key_bounds};
     return best;
   }
 
@@ -109,7 +109,7 @@ class Player {
     add_moved(begin, end, shared_);
   }
 
-  // Of documents in parts, every piece with its own keys.
+  // Of documents in shares, every piece with its own keys.
   void add_own(std::vector<Kernels>& own) const {
     std::vector<char> is_here(cp_size_);
     for (const Row& row : rows_) {
@@ -126,7 +126,7 @@ class Player {
     return timed(kernels, 1, 0);
   }
 
-  // Of documents in parts, the share [low, high) of the keys of other ranks; with the first, each tail also sees what
+  // Of documents in shares, the share [low, high) of the keys of other ranks; with the first, each tail also sees what
   // its rank holds before it. Rows without keys interrupt a call.
   Timed part(double low, double high) const {
     std::vector<Kernels> kernels(cp_size_);
@@ -143,7 +143,7 @@ class Player {
 
   int64_t tiles(int64_t rows) const { return (rows + costs_.forward.tile_rows - 1) >> costs_.forward.tile_bits; }
 
-  // `share`: of the rows that travel; `merge`: time to add a query tile to what other parts have.
+  // `share`: of the rows that travel; `merge`: time to add a query tile to what other rounds have.
   Timed timed(const std::vector<Kernels>& kernels, double share, double merge) const {
     const double rows = share * static_cast<double>(moved_);
     const auto time = [&](double each) { return rows > 0 ? costs_.latency + rows * each : 0; };
@@ -208,19 +208,19 @@ class Player {
 void check(const RoundCosts& costs) {
   if (costs.forward.tile_rows != costs.backward.tile_rows)
     throw std::invalid_argument("forward and backward have tiles of different sizes");
-  for (const std::vector<double>& shares : costs.shares)
-    if (shares.size() < 2 || std::any_of(shares.begin(), shares.end(), [](double s) { return !(0 <= s && s <= 1); }))
-      throw std::invalid_argument("shares must be two or more from 0 to 1");
+  for (const std::vector<double>& key_bounds : costs.key_bounds)
+    if (key_bounds.size() < 2 || std::any_of(key_bounds.begin(), key_bounds.end(), [](double s) { return !(0 <= s && s <= 1); }))
+      throw std::invalid_argument("key bounds must be two or more from 0 to 1");
 }
 
 Rounds in_rounds(const std::vector<Piece>& pieces, size_t cp_size, const RoundCosts& costs) {
   return Player(pieces, cp_size, costs).choose();
 }
 
-AttentionTimes attention_times(const std::vector<Piece>& pieces, size_t cp_size, const std::vector<double>& shares,
+AttentionTimes attention_times(const std::vector<Piece>& pieces, size_t cp_size, const std::vector<double>& key_bounds,
                                const RoundCosts& costs, std::optional<int64_t> moved) {
   check(costs);
-  return Player(pieces, cp_size, costs, moved).play(shares);
+  return Player(pieces, cp_size, costs, moved).play(key_bounds);
 }
 
 }  // namespace wlb

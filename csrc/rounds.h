@@ -1,6 +1,6 @@
 // In which rounds the attention of a micro-batch runs, whose documents are on their ranks, so that K and V of each
 // travel while the one before computes. Documents that are whole on a rank need no exchange and go first. The others go
-// together, or in parts: every rank its own keys first, then shares of all others as they arrive. Whichever is
+// together, or in shares: every rank its own keys first, then shares of all others as they arrive. Whichever is
 // predicted to be fastest is taken: little travels before there is anything to compute, and little leaves when nothing
 // is left to compute. tests/reference/rounds.py is the same in Python, to the bit.
 #pragma once
@@ -16,12 +16,12 @@ namespace wlb {
 struct RoundCosts {
   Kernel forward, backward;
   double latency, arrive, leave, prefetch, merge;
-  std::vector<std::vector<double>> shares;
+  std::vector<std::vector<double>> key_bounds;
 };
 
 struct Rounds {
   double time;                 // predicted, forward and backward
-  std::vector<double> shares;  // bounds of parts; empty: together
+  std::vector<double> key_bounds;  // of rounds; empty: together
 };
 
 // Throws std::invalid_argument for what cannot be tried.
@@ -37,9 +37,9 @@ struct AttentionTimes {
   double forward_end, backward_end;
 };
 
-// What attention takes by `Rounds::shares`. Pieces as in `in_rounds`. `moved`: rows of K and V through the busiest
+// What attention takes by `Rounds::key_bounds`. Pieces as in `in_rounds`. `moved`: rows of K and V through the busiest
 // rank, where a window needs fewer than all.
-AttentionTimes attention_times(const std::vector<Piece>& pieces, size_t cp_size, const std::vector<double>& shares,
+AttentionTimes attention_times(const std::vector<Piece>& pieces, size_t cp_size, const std::vector<double>& key_bounds,
                                const RoundCosts& costs, std::optional<int64_t> moved);
 
 }  // namespace wlb

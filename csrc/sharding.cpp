@@ -203,7 +203,7 @@ Sharding choose_sharding(const std::vector<int64_t>& lengths, int64_t cp_size, c
   const bool runs_in_rounds = choice.costs.has_value();
   Rounds rounds{best.time(), {}};
   if (runs_in_rounds) rounds = in_rounds(best.pieces(), ranks, *choice.costs);
-  Sharding plan{best.strategy, rounds.time, {}, {}, std::move(rounds.shares)};
+  Sharding plan{best.strategy, rounds.time, {}, {}, std::move(rounds.key_bounds)};
   // Among others, they would have a mask that hides tiles.
   const bool whole_apart = runs_in_rounds || (cp_size > 1 && choice.kernel.hidden > 0);
   arrange(best.pieces(), lengths.size(), ranks, whole_apart, plan);

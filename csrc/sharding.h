@@ -25,7 +25,7 @@ struct Sharding {
   double time;                    // predicted, of the slowest rank
   std::vector<Segment> segments;  // of all calls, rank by rank
   std::vector<int64_t> bounds;    // where each call begins
-  std::vector<double> shares;     // of `Rounds`
+  std::vector<double> key_bounds;     // of `Rounds`
 };
 
 // A single rank holds all in one piece. Throws std::invalid_argument for what cannot be sharded.

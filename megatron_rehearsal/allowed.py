@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron_wlb.cli.judge import usual
+from megatron_wlb.cli.screen import usual
 from megatron_wlb.describe.arguments import ARGUMENTS, BESIDE, DERIVED, TEXT, marked
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, shipped_profiles

@@ -121,11 +121,11 @@ class Keys(Enum):
     SHARED = "shared"
     """The other documents, all keys."""
     OWN = "own"
-    """The other documents, in parts that are merged by log-sum-exps: of each segment its own keys."""
+    """The other documents, in shares that are merged by log-sum-exps: of each segment its own keys."""
 
 
 class Share(NamedTuple):
-    """A round of documents in parts: the share [low, high) of the keys of other ranks, by the rows of every segment.
+    """A round of documents in shares: the share [low, high) of the keys of other ranks, by the rows of every segment.
 
     With the first share, tails also see the heads of their rank.
     """
@@ -141,7 +141,7 @@ class Near(NamedTuple):
     """Keys that a query sees before its own."""
 
 
-Round = Keys | Share | Near
+RoundKeys = Keys | Share | Near
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class ShardPlan:
     """per-sequence, per-document, hybrid, or whole for a single rank."""
     time: float = math.nan
     """Predicted time of the slowest rank, in the unit of the kernel model that chose the strategy."""
-    shares: tuple[float, ...] = ()
+    key_bounds: tuple[float, ...] = ()
     """Bounds from 0 to 1 of the `Share`s in which keys of other ranks arrive; (): all at once."""
 
     def __str__(self) -> str:
@@ -168,24 +168,24 @@ class ShardPlan:
         return "\n".join(" | ".join(map(words, shard.calls)) for shard in self.shards)
 
     @property
-    def rounds(self) -> tuple[Round, ...]:
+    def rounds(self) -> tuple[RoundKeys, ...]:
         """The order in which attention runs; K and V of a round travel while the round before computes."""
         if len(self.shards[0].calls) < 3:
             return (Keys.ALL,)
         whole, *shared = (any(map(len, calls)) for calls in zip(*(each.calls for each in self.shards), strict=True))
-        parts: list[Round] = [Keys.OWN, *(Share(*bounds) for bounds in itertools.pairwise(self.shares))]
-        return (*[Keys.WHOLE] * whole, *any(shared) * (parts if self.shares else [Keys.SHARED]))
+        parts: list[RoundKeys] = [Keys.OWN, *(Share(*bounds) for bounds in itertools.pairwise(self.key_bounds))]
+        return (*[Keys.WHOLE] * whole, *any(shared) * (parts if self.key_bounds else [Keys.SHARED]))
 
-    def rounds_of(self, window: int | None) -> tuple[Round, ...]:
+    def rounds_of(self, window: int | None) -> tuple[RoundKeys, ...]:
         """Return the rounds of a layer whose queries see so many keys before their own; None: all of their document.
 
         In a window, shared documents go together.
         """
         if window is None:
             return self.rounds
-        return tuple(Near(window) if of is Keys.SHARED else of for of in replace(self, shares=()).rounds)
+        return tuple(Near(window) if of is Keys.SHARED else of for of in replace(self, key_bounds=()).rounds)
 
-    def calls(self, cp_rank: int, of: Round) -> tuple[np.ndarray, ...]:
+    def calls(self, cp_rank: int, of: RoundKeys) -> tuple[np.ndarray, ...]:
         """Return the calls of a rank that have the documents of a round."""
         calls = self.shards[cp_rank].calls
         return calls if of is Keys.ALL else calls[:1] if of is Keys.WHOLE else calls[1:]

@@ -113,13 +113,13 @@ def within(name: str, value: Any, kind: Any) -> Any:
             raise TypeError
         msgspec.convert(value, kind, from_attributes=isinstance(value, tuple))
     except msgspec.ValidationError as error:
-        raise ValueError(in_words(error, value, name)) from None
+        raise ValueError(message_of(error, value, name)) from None
     except TypeError:
         raise ValueError(f"{name} is {_short(value)}; it must be {getattr(kind, '__name__', kind)}") from None
     return value
 
 
-def in_words(error: msgspec.ValidationError, value: Any, name: str = "") -> str:
+def message_of(error: msgspec.ValidationError, value: Any, name: str = "") -> str:
     """Return which part of a value is out of its range, and the range; the text of an error of another kind."""
     text, _, path = str(error).removesuffix("`").partition(" - at `$")
     if not text.startswith("Expected "):

@@ -51,7 +51,7 @@ def samples(
     parts = [windows(np.asarray(each, np.int64), context_length, **how) for each in datasets]
     sizes = [len(part) for part in parts]
     blend = blended(parts, sizes, sum(sizes)) if len(parts) > 1 else None
-    return Samples(parts=parts, blend=blend, context_length=context_length)
+    return Samples(datasets=parts, blend=blend, context_length=context_length)
 
 
 def packer(job: Job, *datasets: Sequence[int] | np.ndarray, **how: Any) -> Packer:

@@ -170,10 +170,10 @@ void stress_sharding(Choices& choose) {
                      most_shares, kernel, {}};
   if (choose.one_in(2)) {
     const auto time = [&](double most) { return choose.of<double>({0.0, most / 300, most}); };
-    const auto shares = choose.of<std::vector<std::vector<double>>>({{}, {{0, 1}, {0, 0.125, 0.875, 1}}});
+    const auto key_bounds = choose.of<std::vector<std::vector<double>>>({{}, {{0, 1}, {0, 0.125, 0.875, 1}}});
     const wlb::Kernel backward{kernel.tile_rows, 2.0, 2.5, time(1), time(2.5), heads, 1, 0.0};
     choice.costs = wlb::RoundCosts{kernel,  backward,  time(20),  time(3),
-                                   time(6), time(0.5), time(0.1), shares};
+                                   time(6), time(0.5), time(0.1), key_bounds};
   }
   const wlb::Sharding plan = wlb::choose_sharding(lengths, cp_size, choice);
   Int64s held(static_cast<size_t>(cp_size)), left = lengths;

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-from megatron_wlb.adapter.sources.source import Text
+from megatron_wlb.adapter.sources.source import DatasetTokens
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
 from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class SampleReader:
     """How samples become rows."""
 
     split: str
-    texts: Sequence[Text]
+    datasets: Sequence[DatasetTokens]
     """By dataset."""
     context_length: int
     samples_per_micro_batch: int | None
@@ -39,7 +39,7 @@ class Reading:
     digest: bool = False
     """Whether trained tokens are counted, see `adapter/digest.py`."""
 
-    def origin(self, documents: np.ndarray, first_sample: int) -> np.ndarray:
+    def upstream_micro_batch(self, documents: np.ndarray, first_sample: int) -> np.ndarray:
         """Return the micro-batch without `--wlb` that DOCUMENT rows belong to, int64 [n]; 0 if in other steps."""
         if self.samples_per_micro_batch is None:
             return np.zeros(len(documents), np.int64)
@@ -64,7 +64,7 @@ class Reading:
         int64 and bool [1 + depths, stop - start]. Raises ValueError for a token that the model does not have.
         """
         count = stop - start
-        read = self.texts[document["dataset"]].read(document, start, count + self.depths)
+        read = self.datasets[document["dataset"]].read(document, start, count + self.depths)
         for tokens in read[:2]:
             self._check(tokens, document, start)
         found = tuple(np.stack([part[k : k + count] for k in range(1 + self.depths)]) for part in read)
@@ -106,8 +106,8 @@ class Batch:
     """int64 [1 + depths, s]; only on stages with the loss, as the fields below."""
     loss_mask: torch.Tensor | None
     """float32 [1 + depths, s], 0 without a target or on padding."""
-    origin: torch.Tensor | None
-    """int64 [s]: the micro-batch without `--wlb` that a row belongs to (`Reading.origin`); 0 on padding."""
+    upstream_micro_batch: torch.Tensor | None
+    """int64 [s]: see `SampleReader.upstream_micro_batch`; 0 on padding."""
     padding: torch.Tensor | None
     """bool [s]: rows of no document; only for layers that take such a mask, and for a digest."""
 
@@ -119,7 +119,7 @@ class Batch:
         return self._each(lambda part: part.pin_memory())
 
     def _each(self, move: Callable[[Any], Any]) -> "Batch":
-        names = ("metadata", "positions", "tokens", "labels", "loss_mask", "origin", "padding")
+        names = ("metadata", "positions", "tokens", "labels", "loss_mask", "upstream_micro_batch", "padding")
         parts = {name: getattr(self, name) for name in names}
         return replace(self, **{name: move(part) for name, part in parts.items() if part is not None})
 
@@ -128,7 +128,7 @@ class Batch:
 class BatchDataset(torch.utils.data.Dataset[Batch]):
     """Maps a MicroBatchPlan to this rank's Batch, reading only its own tokens."""
 
-    reading: Reading
+    reader: SampleReader
     cp_rank: int
     is_first: bool
     is_last: bool
@@ -144,25 +144,25 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
     """Rows of the shard in the order of the model's, int64 [s] by their number; None: the same."""
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
-        tokens = labels = loss_mask = origin = positions = None
+        tokens = labels = loss_mask = upstream_micro_batch = positions = None
         metadata = ShardMetadata.build(plan.shards, self.cp_rank, self.encode, self.attention_windows, self.in_order)
         if self.is_first or self.is_last:
             parts = self._read(plan)
             if self.order is not None:
                 rows = self.order(len(metadata.positions))
                 parts = [part[..., rows] for part in parts]
-            tokens, labels, loss_mask, origin, positions = parts
+            tokens, labels, loss_mask, upstream_micro_batch, positions = parts
         return Batch(
-            split=self.reading.split,
+            split=self.reader.split,
             step=plan.step,
             padded_tokens=plan.padded_tokens,
             metadata=metadata,
             positions=positions,
-            tokens=tokens if self.is_first or self.reading.depths or self.reading.digest else None,
+            tokens=tokens if self.is_first or self.reader.depths or self.reader.digest else None,
             labels=labels if self.is_last else None,
             loss_mask=loss_mask if self.is_last else None,
-            origin=origin if self.is_last else None,
-            padding=self._padding(plan) if self.padded or self.reading.digest else None,
+            upstream_micro_batch=upstream_micro_batch if self.is_last else None,
+            padding=self._padding(plan) if self.padded or self.reader.digest else None,
         )
 
     def _padding(self, plan: MicroBatchPlan) -> torch.Tensor:
@@ -172,21 +172,21 @@ class BatchDataset(torch.utils.data.Dataset[Batch]):
         return rows if self.order is None else rows[self.order(len(rows))]
 
     def _read(self, plan: MicroBatchPlan) -> list[torch.Tensor]:
-        """Return tokens, labels, mask, origin and positions."""
-        reading, shard = self.reading, plan.shards.shards[self.cp_rank]
-        out = np.zeros((2, 1 + reading.depths, shard.tokens), np.int64)
-        mask = np.zeros((1 + reading.depths, shard.tokens), np.float32)
-        origin, positions = np.zeros((2, shard.tokens), np.int64)
-        of_document = reading.origin(plan.documents, plan.first_sample)
-        shift = plan.documents["index"] % reading.context_length if reading.in_window else np.zeros_like(of_document)
+        """Return tokens, labels, mask, upstream_micro_batch and positions."""
+        reader, shard = self.reader, plan.shards.shards[self.cp_rank]
+        out = np.zeros((2, 1 + reader.depths, shard.tokens), np.int64)
+        mask = np.zeros((1 + reader.depths, shard.tokens), np.float32)
+        upstream_micro_batch, positions = np.zeros((2, shard.tokens), np.int64)
+        of_document = reader.upstream_micro_batch(plan.documents, plan.first_sample)
+        shift = plan.documents["index"] % reader.context_length if reader.in_window else np.zeros_like(of_document)
         at = 0
         for number, start, stop in np.concatenate(shard.calls).tolist():
             rows = slice(at, at := at + stop - start)
             if number == len(plan.documents):  # the tail padding: token 0, not trained
                 continue
-            out[0, :, rows], out[1, :, rows], mask[:, rows] = reading.rows(plan.documents[number], start, stop)
-            origin[rows], positions[rows] = of_document[number], np.arange(start, stop) + shift[number]
-        return list(map(torch.from_numpy, (*out, mask, origin, positions)))
+            out[0, :, rows], out[1, :, rows], mask[:, rows] = reader.rows(plan.documents[number], start, stop)
+            upstream_micro_batch[rows], positions[rows] = of_document[number], np.arange(start, stop) + shift[number]
+        return list(map(torch.from_numpy, (*out, mask, upstream_micro_batch, positions)))
 
 
 def loader(

@@ -35,7 +35,7 @@ def _lines(job: Job, run: Description, before: MegatronArguments, data: SplitDat
     found, gain = price.prices(job, before, alone), alone(megatron) / ours
     words = f"predicted {gain:.2f} times as fast as Megatron with intra-document attention, --micro-batch-size {size}."
     if found:
-        words += f" {price.in_words(alone(without_wlb(job)) / ours, gain, found)}"
+        words += f" {price.sentence(alone(without_wlb(job)) / ours, gain, found)}"
     yield words + " Do not use --wlb here." * (gain < 1)
     if run.settings.micro_batches == "auto":
         yield from _faster(job, run, data)

@@ -15,7 +15,7 @@ import megatron_wlb
 import megatron_wlb._native as _native
 from megatron_wlb.adapter import jobs
 from megatron_wlb.adapter.clock import ranged
-from megatron_wlb.adapter.data import Reading
+from megatron_wlb.adapter.data import SampleReader
 from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.job import Job, differences
 from megatron_wlb.packing import state
@@ -31,8 +31,10 @@ def state_path(folder: str, iteration: int) -> Path:
 class Plans:
     """Plans by split and step; every rank makes the same plans."""
 
-    def __init__(self, args: Namespace, job: Job, splits: dict[str, SplitData], readings: dict[str, Reading]) -> None:
-        self._args, self._splits, self._readings = args, splits, readings
+    def __init__(
+        self, args: Namespace, job: Job, splits: dict[str, SplitData], readers: dict[str, SampleReader]
+    ) -> None:
+        self._args, self._splits, self._readers = args, splits, readers
         self._jobs = {split: [(0, jobs.evaluation_job(job, args))] for split in splits if split != "train"}
         """By split, from which step on which job."""
         if "train" in splits:
@@ -48,7 +50,7 @@ class Plans:
         self._same = _code() | {f"{split} data": data.identity for split, data in splits.items()}
         self._same |= {"--wlb-digest": int(args.wlb_digest)}
         self._same |= {f"{split} loss mask": 2 * self._reads(split) + self._weighs(split) for split in splits}
-        self._same |= {f"{split} micro-batch size": readings[split].samples_per_micro_batch or 0 for split in splits}
+        self._same |= {f"{split} micro-batch size": readers[split].samples_per_micro_batch or 0 for split in splits}
         """Digests of values that must be the same on all ranks in every step, by their names in words."""
 
     def planner(self, split: str, first_step: int) -> Planner:
@@ -82,30 +84,30 @@ class Plans:
         A slot is a sample, or a micro-batch where documents run in other steps. Where tokens mark trained targets, each
         rank counts some slots, and leaves 0 for others.
         """
-        reading, read = self._readings[split], self._reads(split)
+        reader, read = self._readers[split], self._reads(split)
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
         def count(packed: PackedStep) -> np.ndarray | None:
             if not self._weighs(split):
                 return None
-            slots = _slots(packed, reading)
-            counts = np.zeros((len(slots), 1 + reading.depths), np.int64)
+            slots = _slots(packed, reader)
+            counts = np.zeros((len(slots), 1 + reader.depths), np.int64)
             for i in range(rank, len(slots), ranks) if read else range(len(slots)):
-                counts[i] = reading.targets(slots[i], read=read).sum(axis=0)
+                counts[i] = reader.targets(slots[i], read=read).sum(axis=0)
             return counts
 
         return count
 
     def _reads(self, split: str) -> bool:
         """Whether tokens mark trained targets."""
-        return any(text.masks for text in self._readings[split].texts)
+        return any(each.masks for each in self._readers[split].datasets)
 
     def _weighs(self, split: str) -> bool:
         """Whether targets weigh differently, or a digest has their weights."""
-        reading, mean = self._readings[split], not self._args.wlb_per_token_loss
+        reader, mean = self._readers[split], not self._args.wlb_per_token_loss
         if split != "train":
-            return reading.mean_of_means
-        return (mean and self._reads(split)) or reading.depths > 0 or reading.digest
+            return reader.mean_of_means
+        return (mean and self._reads(split)) or reader.depths > 0 or reader.digest
 
     def job(self, split: str, step: int) -> Job:
         """Return the job of a step; the first one's for steps before this process."""
@@ -146,7 +148,7 @@ class Plans:
         """Return the `packing_gain` of a training step."""
         job, samples, first = self.job("train", plan.step), self._splits["train"].samples, plan.packed.first
         stop = first + job.global_batch_size
-        own = samples.pieces(first, stop if samples.order is not None else min(stop, len(samples)))
+        own = samples.documents(first, stop if samples.order is not None else min(stop, len(samples)))
         return packing_gain(plan.batch, own, job)
 
     @property
@@ -169,8 +171,8 @@ class Plans:
     def _documents(self) -> int:
         """Digest of the documents that a state names by number."""
         train = self._splits["train"]
-        parts: Any = zip(train.samples.parts, train.texts, strict=True)  # windows: no rows of --sft wait
-        return digest_of(*((digest_of(part.document_index, part.lengths), text.size) for part, text in parts))
+        datasets: Any = zip(train.samples.datasets, train.datasets, strict=True)  # windows: no rows of --sft wait
+        return digest_of(*((digest_of(each.document_index, each.lengths), tokens.size) for each, tokens in datasets))
 
     def _forget(self, iteration: int) -> None:
         """Remove the states of checkpoints that are gone; states of local ones lie elsewhere."""
@@ -222,11 +224,11 @@ class Plans:
         self._first_state = packer.state()
 
 
-def _slots(packed: PackedStep, reading: Reading) -> Sequence[np.ndarray]:
+def _slots(packed: PackedStep, reader: SampleReader) -> Sequence[np.ndarray]:
     """Return the DOCUMENT rows of every sample of a step; of every micro-batch if they run in other steps."""
-    if reading.samples_per_micro_batch is None:
+    if reader.samples_per_micro_batch is None:
         return [packed.batch.micro_batch(i) for i in range(len(packed.batch))]
-    sample = packed.drawn["index"] // reading.context_length - packed.first
+    sample = packed.drawn["index"] // reader.context_length - packed.first
     last = int(sample.max(initial=-1))
     bounds = np.searchsorted(sample, np.arange(last + 2))
     return np.split(packed.drawn, bounds[1:-1])

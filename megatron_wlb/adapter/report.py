@@ -82,7 +82,7 @@ class Report:
             self._say(data.remark)
         groups = f" in groups of {job.schedule().group}" if job.parallel.vpp > 1 else ""
         self._say(
-            f"{len(data.samples)} samples of {len(data.samples.parts)} datasets, from {data.first_sample} on; "
+            f"{len(data.samples)} samples of {len(data.samples.datasets)} datasets, from {data.first_sample} on; "
             f"--wlb-packing {job.packing} into {job.num_micro_batches} micro-batches per step{groups} for "
             f"{job.global_batch_size} windows of {job.context_length} tokens, S_max {job.max_tokens}, crossover "
             f"{job.crossover_tokens} tokens, CP sharding {job.sharding.cp_sharding}"
@@ -297,7 +297,8 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
         "job": job.to_json(),
         "work": plan.work.tolist(),
         "micro_batches": [
-            {"tokens": m.tokens, "strategy": m.shards.strategy, "shares": m.shards.shares} for m in plan.micro_batches
+            {"tokens": m.tokens, "strategy": m.shards.strategy, "key_bounds": m.shards.key_bounds}
+            for m in plan.micro_batches
         ],
         "lengths": [lengths.tolist() for lengths in plan.batch.lengths],
         "ranks": None if plan.batch.ranks is None else plan.batch.ranks.tolist(),

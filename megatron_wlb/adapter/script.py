@@ -53,7 +53,7 @@ def unhook() -> None:
 
 
 def after_megatron() -> None:
-    """Check upstream's version, adapt it to the CPU where there is no GPU, and `teach` it."""
+    """Check upstream's version, adapt it to the CPU where there is no GPU, and `patch_upstream` it."""
     import megatron.core
     import torch
 
@@ -64,10 +64,10 @@ def after_megatron() -> None:
     if not torch.cuda.is_available():
         sys.argv += cpu.FLAGS
         cpu.install_megatron()
-    teach()
+    patch_upstream()
 
 
-def teach() -> None:
+def patch_upstream() -> None:
     """Do `install` for an imported megatron: replace three of upstream's functions."""
     package: Any = importlib.import_module("megatron.training")
     training: Any = importlib.import_module("megatron.training.training")
@@ -75,9 +75,9 @@ def teach() -> None:
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     given: set[str] = set()
     said: list[str] = []  # before the first step
-    arguments.parse_args = _parsing(arguments.parse_args, given, said)
-    checkpointing.load_args_from_checkpoint = _loading(checkpointing.load_args_from_checkpoint, given, said)
-    package.pretrain = training.pretrain = _training(training.pretrain, said)
+    arguments.parse_args = _wrap_parse_args(arguments.parse_args, given, said)
+    checkpointing.load_args_from_checkpoint = _wrap_load_args(checkpointing.load_args_from_checkpoint, given, said)
+    package.pretrain = training.pretrain = _wrap_pretrain(training.pretrain, said)
 
 
 def train() -> None:
@@ -96,7 +96,7 @@ def train() -> None:
     args = arguments.parse_and_validate_args(args_defaults=defaults)
     make = argument_utils.hybrid_config_from_args if args.hybrid_layer_pattern else argument_utils.gpt_config_from_args
     config = argument_utils.pretrain_cfg_container_from_args(args, make(args))
-    pretrain(config, None, ModelType.encoder_or_decoder, None)  # `_training` has what is None
+    pretrain(config, None, ModelType.encoder_or_decoder, None)  # `_wrap_pretrain` has what is None
 
 
 def before_megatron() -> None:
@@ -121,7 +121,7 @@ def before_megatron() -> None:
     cpu.install()
 
 
-def _parsing(original: Any, given: set[str], said: list[str]) -> Any:
+def _wrap_parse_args(original: Any, given: set[str], said: list[str]) -> Any:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
         if "--wlb" in sys.argv and any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
@@ -146,14 +146,14 @@ def _parsing(original: Any, given: set[str], said: list[str]) -> Any:
             parsed.wlb_dataloader_type = parsed.dataloader_type
             if not parsed.use_checkpoint_args:
                 with one_line():
-                    _settle(parsed, given, said)
+                    _finish_arguments(parsed, given, said)
             parsed.dataloader_type = "external"
         return parsed
 
     return parse_args
 
 
-def _settle(args: Namespace, given: set[str], said: list[str]) -> None:
+def _finish_arguments(args: Namespace, given: set[str], said: list[str]) -> None:
     """Set the arguments that `--wlb` needs, check the rest, and put the lines on changes in front of `said`."""
     from megatron_wlb.adapter import jobs
 
@@ -169,7 +169,7 @@ def _settle(args: Namespace, given: set[str], said: list[str]) -> None:
     said[:0] = changes.lines()
 
 
-def _loading(original: Any, given: set[str], said: list[str]) -> Any:
+def _wrap_load_args(original: Any, given: set[str], said: list[str]) -> Any:
     """Wrap `load_args_from_checkpoint`, which overwrites flags, to keep attention dropout."""
 
     @functools.wraps(original)
@@ -181,7 +181,7 @@ def _loading(original: Any, given: set[str], said: list[str]) -> Any:
             if load_arg == "load":  # upstream's second and last call
                 with one_line():
                     try:
-                        _settle(args, given, said)
+                        _finish_arguments(args, given, said)
                     except ValueError as error:
                         raise ValueError(
                             f"{error}; flags of the checkpoint count, too (--use-checkpoint-args)"
@@ -191,7 +191,7 @@ def _loading(original: Any, given: set[str], said: list[str]) -> Any:
     return load_args_from_checkpoint
 
 
-def _training(original: Any, said: Sequence[str]) -> Any:
+def _wrap_pretrain(original: Any, said: Sequence[str]) -> Any:
     @functools.wraps(original)
     @prebuilt_dataset_helpers()
     def pretrain(*args: Any, **kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ def _training(original: Any, said: Sequence[str]) -> Any:
         model_provider, forward_step = call.get("model_provider"), call.get("forward_step_func")
 
         @one_line()
-        def begin() -> Training:
+        def start() -> Training:
             if forward_step is not None:  # None: our own script
                 scripts.check_script(getattr(config, "model", None), model_provider, forward_step, get_args())
             return Training(get_args(), said)
@@ -218,8 +218,8 @@ def _training(original: Any, said: Sequence[str]) -> Any:
         if upstream().passes_functions:
             from megatron_wlb.adapter.upstream import legacy
 
-            return legacy.pretrain(original, bound, begin)
-        training = begin()
+            return legacy.pretrain(original, bound, start)
+        training = start()
         training.configure(config.model)
         call["train_valid_test_dataset_provider"] = training.dataset_provider
         call["forward_step_func"] = training.forward_step

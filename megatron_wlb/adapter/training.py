@@ -22,7 +22,7 @@ from megatron.training import checkpointing, training
 
 from megatron_wlb import files
 from megatron_wlb.adapter import data, jobs, layers, loss
-from megatron_wlb.adapter.data import Batch, BatchDataset, Reading
+from megatron_wlb.adapter.data import Batch, BatchDataset, SampleReader
 from megatron_wlb.adapter.digest import Planned
 from megatron_wlb.adapter.errors import one_line
 from megatron_wlb.adapter.layers.kind import Run
@@ -78,7 +78,7 @@ class Training:
         self._plans: Plans
         self._report = Report(args, self._run.run_settings, said)
         self._splits: dict[str, SplitData] = {}
-        self._readings: dict[str, Reading] = {}
+        self._readers: dict[str, SampleReader] = {}
         self._batches: dict[str, tuple[Iterator[Batch], ...]] = {}
         self._weights: torch.Tensor | None = None
         """Weights of targets by depth and micro-batch without `--wlb`, float32 [1 + depths, micro-batches]; None: 1."""
@@ -151,10 +151,10 @@ class Training:
         windows = None if self._job.packing.delays else args.wlb_windows_per_micro_batch
         apart = self._source.apart or args.dataloader_inter_document_masking
         anew = apart or args.reset_position_ids
-        self._readings = {
-            name: Reading(
+        self._readers = {
+            name: SampleReader(
                 split=name,
-                texts=each.texts,
+                datasets=each.datasets,
                 context_length=args.seq_length,
                 samples_per_micro_batch=windows if name == "train" else args.wlb_eval_windows_per_micro_batch,
                 vocabulary=args.padded_vocab_size,
@@ -166,7 +166,7 @@ class Training:
             )
             for name, each in self._splits.items()
         }
-        self._plans = Plans(args, self._job, self._splits, self._readings)
+        self._plans = Plans(args, self._job, self._splits, self._readers)
         self._report.begin(self._job, self._plans, tried, lambda: self._digest.part)
 
     def batches(self) -> dict[str, Iterator[Batch] | None]:
@@ -180,7 +180,7 @@ class Training:
         args = self._args
         first_step = args.iteration if split == "train" else 0
         dataset = BatchDataset(
-            reading=self._readings[split],
+            reader=self._readers[split],
             cp_rank=mpu.get_context_parallel_rank(),
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
@@ -202,11 +202,11 @@ class Training:
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions if batch.positions is None else batch.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        reading = self._readings[batch.split]
-        seen = self._digest.given(batch, model, self._order) if reading.digest else None
+        reader = self._readers[batch.split]
+        seen = self._digest.given(batch, model, self._order) if reader.digest else None
         weights = None
-        if self._weights is not None and batch.origin is not None:
-            weights = self._weights[:, batch.origin]
+        if self._weights is not None and batch.upstream_micro_batch is not None:
+            weights = self._weights[:, batch.upstream_micro_batch]
         depth_inputs = layers.depth_inputs(batch, positions, weights, self._job.context_length)
         inputs = {name: value for kind in self._kinds for name, value in kind.inputs(batch, model).items()}
         tokens, labels, loss_mask = (
@@ -227,7 +227,7 @@ class Training:
         if not return_schedule_plan:  # which has yet to read it
             # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
             get_attr_wrapped_model(model, "set_input_tensor")(None)
-        given, of_means = None if weights is None else weights[0], reading.mean_of_means
+        given, of_means = None if weights is None else weights[0], reader.mean_of_means
         return output, functools.partial(token_loss, self._args, loss_mask, given, reports_weighted=of_means, seen=seen)
 
     def ran(self, loss_dict: Any, iteration: int, *, skipped: bool) -> np.ndarray:
@@ -311,13 +311,13 @@ class Training:
 
     def _weigh(self, split: str, counts: np.ndarray | None, tokens: int) -> None:
         """Set the weights of a step's targets, by the counts of all ranks."""
-        reading, self._weights = self._readings[split], None
+        reader, self._weights = self._readers[split], None
         self._trained_share = 1.0
         if counts is not None:
             per_token = self._args.wlb_per_token_loss and split == "train"
             if not per_token:
                 self._trained_share = float(counts[:, 0].sum() / tokens)
-            weights = torch.from_numpy(loss.weights(counts, reading.samples_per_micro_batch, per_token=per_token))
+            weights = torch.from_numpy(loss.weights(counts, reader.samples_per_micro_batch, per_token=per_token))
             if self._device.type == "cuda":
                 weights = weights.pin_memory().to(self._device, non_blocking=True)
             self._weights = weights

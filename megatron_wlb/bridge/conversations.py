@@ -38,8 +38,8 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
     )
     rows = _Rows(dataset, args.seq_length, (PLAN_AHEAD + 2) * size)
     return SplitData(
-        samples=Samples(parts=(rows,), context_length=args.seq_length, order=order),
-        texts=(rows,),
+        samples=Samples(datasets=(rows,), context_length=args.seq_length, order=order),
+        datasets=(rows,),
         first_sample=first_sample,
         steps=None,
         identity=digest_of(str(dataset.file_path), len(dataset), args.seed, drops),
@@ -75,7 +75,7 @@ class _Rows:
     def __len__(self) -> int:
         return self.size
 
-    def pieces(self, samples: np.ndarray) -> np.ndarray:
+    def documents(self, samples: np.ndarray) -> np.ndarray:
         """See `Part`. `document` is a row, `offset` the place of a conversation there."""
         found = [self._found(number) for number in samples.tolist()]
         sample = np.repeat(np.arange(len(samples)), list(map(len, found)))
@@ -86,7 +86,7 @@ class _Rows:
         return rows
 
     def read(self, piece: np.void, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `Text`."""
+        """See `DatasetTokens`."""
         row, begin = self._row(int(piece["document"])), int(piece["offset"]) + start
         rows = slice(begin, begin + count)
         return row.tokens[rows].astype(np.int64), row.labels[rows].astype(np.int64), row.trained[rows]

@@ -17,7 +17,7 @@ from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.plan.dataset import read_lengths, suspicious_layout
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
-from megatron_wlb.plan.samples import Part, Rows, Samples, blended, windows
+from megatron_wlb.plan.samples import DatasetSamples, Rows, Samples, blended, windows
 
 DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
 """Arguments that name the data."""
@@ -54,7 +54,7 @@ class Data:
         a dataset of less than a window in it, which upstream refuses.
         """
 
-        def part(i: int, count: int | None) -> Part:
+        def dataset(i: int, count: int | None) -> DatasetSamples:
             if not self.has_rows:
                 return windows(self.lengths[i], context_length, seed=seed, num_samples=count)
             rows, size = np.arange(len(self.begins[i]) - 1), context_length
@@ -62,21 +62,23 @@ class Data:
             return Rows(rows=rows, begins=self.begins[i], lengths=self.lengths[i], **sizes)
 
         if len(self.lengths) == 1:
-            only = part(0, num_samples)
-            return Samples(parts=[only], context_length=context_length, order=lambda places: places % len(only))
+            only = dataset(0, num_samples)
+            return Samples(datasets=[only], context_length=context_length, order=lambda places: places % len(only))
         if self.weights is None:
             named = zip(self.prefixes, self.lengths, strict=True)
             if few := next((p for p, each in named if not self.has_rows and each.sum() <= context_length), None):
                 raise ValueError(f"{few} fills no window of {context_length} tokens; give the blend weights")
-            parts = [part(i, None) for i in range(len(self.lengths))]
-            weights, size = [float(len(each)) for each in parts], min(num_samples, sum(map(len, parts)))
+            datasets = [dataset(i, None) for i in range(len(self.lengths))]
+            weights, size = [float(len(each)) for each in datasets], min(num_samples, sum(map(len, datasets)))
         else:
             weights = self.weights
             counts = [math.ceil(num_samples * weight / sum(weights)) for weight in weights]
-            parts = [part(i, math.ceil(count * (1 + SURPLUS))) for i, count in enumerate(counts)]
+            datasets = [dataset(i, math.ceil(count * (1 + SURPLUS))) for i, count in enumerate(counts)]
             size = sum(counts)
-        blend = blended(parts, weights, size)
-        return Samples(parts=parts, context_length=context_length, blend=blend, order=lambda places: places % size)
+        blend = blended(datasets, weights, size)
+        return Samples(
+            datasets=datasets, context_length=context_length, blend=blend, order=lambda places: places % size
+        )
 
 
 def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Data:

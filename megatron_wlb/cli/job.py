@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from megatron_wlb import files, layers
 from megatron_wlb.cli.data import DATA, check_log
-from megatron_wlb.cli.judge import Judged, judge
 from megatron_wlb.cli.launch import Launched, read_command, read_flags, read_log
+from megatron_wlb.cli.screen import Screened, screen
 from megatron_wlb.describe.arguments import MegatronArguments, short
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import Description, precision_of
@@ -56,7 +56,7 @@ class Run(Description):
     """A run that is given to a command, and how --wlb would train it."""
 
     launched: Launched
-    judged: Judged
+    screened: Screened
     notes: list[str]
     """Sentences on assumptions."""
     misfit: str
@@ -86,12 +86,12 @@ class Run(Description):
             for way in ways(job) if self.arguments.fine_grained_activation_offloading else ():
                 with contextlib.suppress(ValueError):
                     (recomputed := replace(known, recompute=way)).job()
-                    self.judged.remarks.append(
+                    self.screened.remarks.append(
                         f"Without offloading of activations, training with --wlb wants {way.flags} to fit GPUs of "
                         f"{job.profile.memory_gib:g} GiB; these numbers have it on its side."
                     )
                     return recomputed
-            self.judged.remarks.append(
+            self.screened.remarks.append(
                 f"Training refuses this on GPUs of {job.profile.memory_gib:g} GiB, and these numbers are as if it "
                 f"fitted: {error}."
             )
@@ -129,11 +129,11 @@ def run_of(args: argparse.Namespace) -> Run:
         check_log(arguments, typed)
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
-    judged = judge(launched, arguments, model=args.model, approximate=args.approximate)
+    screened = screen(launched, arguments, model=args.model, approximate=args.approximate)
     profile = args.wlb_profile or (GPUS[args.gpu] if args.gpu else DEFAULT_PROFILE)
     notes: list[str] = []
     misfit = load_profile(profile).misfit(args.gpu, precision_of(arguments))
-    judged.remarks[:0] = [misfit] if misfit else []
+    screened.remarks[:0] = [misfit] if misfit else []
     return Run.of(
         args,
         _settled(
@@ -143,7 +143,7 @@ def run_of(args: argparse.Namespace) -> Run:
         ),
         model=args.model,
         launched=launched,
-        judged=judged,
+        screened=screened,
         notes=notes,
         profile=profile,
         misfit=misfit,

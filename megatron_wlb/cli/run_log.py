@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from megatron_wlb import files
-from megatron_wlb.cli import judge, launch
+from megatron_wlb.cli import launch, screen
 from megatron_wlb.describe.arguments import MegatronArguments, flag_of, short
 
 MOST_OF_A_STEP = 1 << 26
@@ -344,7 +344,7 @@ def differences(base: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, tu
     """
     one_has_wlb = bool(base.get("wlb")) != bool(ran.get("wlb"))
     names = [name for name in base if name in ran and not _BESIDE.match(name)]
-    names = [name for name in names if not (one_has_wlb and name in judge.ADDED)]
+    names = [name for name in names if not (one_has_wlb and name in screen.ADDED)]
     # Upstream pads the vocabulary after it has printed its arguments.
     names = [name for name in names if name != "padded_vocab_size" or None not in (base[name], ran[name])]
     texts = {

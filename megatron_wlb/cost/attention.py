@@ -33,7 +33,7 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
     arrive = collective("all_gather", values * job.bytes_per_value, ranks)
     if job.cp_exchange == "ring":
         # Each of CP - 1 hops is overlapped by one of CP parts. As in TransformerEngine, backward sends K and V in all
-        # parts but the last, and bf16 gradients in all but the first.
+        # of them but the last, and bf16 gradients in all but the first.
         hop, (forward, backward) = arrive / (cp - 1), (times / cp for times in attention)
         added = [np.maximum(moved * hop - backward, 0) for moved in (1, 2)]
         return (cp - 1) * np.maximum(hop - forward, 0), 2 * added[0] + (cp - 2) * added[1]
@@ -97,8 +97,8 @@ def attention_kernels(job: Job, window: int | None = None) -> tuple[KernelModel,
     A ring and the paper's all-gather have no mask that is aligned to the bottom right.
     """
     heads, size = job.model.heads_per_rank(job.parallel.tp)[0], job.model.head_size
-    parts = job.parallel.cp if job.cp_exchange == "ring" else 1
-    forward, backward = job.profile.kernels(heads=heads, head_size=size, parts=parts, fp8=job.fp8_attention)
+    launches = job.parallel.cp if job.cp_exchange == "ring" else 1
+    forward, backward = job.profile.kernels(heads=heads, head_size=size, launches=launches, fp8=job.fp8_attention)
     changes: dict[str, Any] = {"window": window}
     if not job.exchanges_needed:
         changes["hidden"] = 0.0

@@ -26,7 +26,7 @@ ADAPTATIONS = (
     Adaptation(
         lambda a, given: a.micro_batch_size != 1 or a.eval_micro_batch_size not in (None, 1),
         {"micro_batch_size": 1, "eval_micro_batch_size": None},
-        "a micro-batch is one packed sequence; the global batch stays",
+        "a micro-batch is one packed sequence; --global-batch-size is unchanged",
     ),
     Adaptation(
         lambda a, given: a.attention_dropout != 0 and "attention_dropout" not in given,

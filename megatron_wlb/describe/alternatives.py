@@ -91,7 +91,7 @@ def relieved(job: Job, samples: Samples) -> Job:
     model = job.model
     if job.parallel.pp == 1 or model.hybrid or (job.layers() != job.decoder_layers()).any():
         return job
-    lengths = samples.pieces(0, FIRST_WINDOWS)["length"]
+    lengths = samples.documents(0, FIRST_WINDOWS)["length"]
     linear = float(lengths.sum()) * job.crossover_tokens
     squares = float(job.work(lengths).sum()) - linear
     of_output = linear * model.vocabulary_weights / (linear * model.layer_weights + squares * model.token_weights)

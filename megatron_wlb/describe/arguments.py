@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from megatron_wlb.layers import VARIANTS
 from megatron_wlb.layers.part import ONE_SIZE
-from megatron_wlb.settings import in_words
+from megatron_wlb.settings import message_of
 
 SWITCHED_OFF = {
     "apply_rope_fusion": "no-rope-fusion",
@@ -269,7 +269,7 @@ class MegatronArguments:
     optimizer_offload_fraction: Annotated[float, Meta(ge=0, le=1)] = 1.0
     use_distributed_optimizer: bool = False
     untie_embeddings_and_output_weights: bool = False
-    hidden_dropout: float = _row(0.1, Differs("hidden dropout draws other numbers", _is_not(0)))
+    hidden_dropout: float = _row(0.1, Differs("hidden dropout uses different random numbers", _is_not(0)))
     fp8: str | None = _row(None, _SCALES)
     fp8_recipe: str = "delayed"
     fp8_dot_product_attention: bool = _row(False, Off("packed attention is in bf16", "attention is not in FP8"))
@@ -302,7 +302,7 @@ class MegatronArguments:
             try:
                 value = msgspec.convert(value, f.type, strict=False)
             except msgspec.ValidationError as error:
-                raise ValueError(f"{in_words(error, value, flag_of(f.name))}; give another value") from None
+                raise ValueError(f"{message_of(error, value, flag_of(f.name))}; give another value") from None
             values[f.name] = value
         return cls(**{name: value for name, value in values.items() if value is not None})
 

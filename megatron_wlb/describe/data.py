@@ -17,7 +17,7 @@ REFUSED: Rules = {
     ): lambda a: a.sft and policy_of(a.wlb_packing).delays,
 }
 DIFFERS: Rules = {
-    "means over micro-batches are as with --context-parallel-size 1": lambda a: (
+    "the loss is averaged as with --context-parallel-size 1": lambda a: (
         (a.eod_mask_loss or a.sft) and (a.context_parallel_size or 1) > 1 and not a.calculate_per_token_loss
     ),
     "mock documents have other lengths": lambda a: a.mock_data and a.wlb_mock_lengths is not None,

@@ -82,7 +82,7 @@ def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
     return found
 
 
-def in_words(balance: float, speedup: float, found: Sequence[Price]) -> str:
+def sentence(balance: float, speedup: float, found: Sequence[Price]) -> str:
     """Return the gain of balance, its cost and the net gain; `speedup` is over Megatron alone."""
 
     def cost(each: Price) -> str:

@@ -15,8 +15,8 @@ RULES: layers.Rules = {
     ),
     **data.REFUSED,
     (
-        "with two pipeline ranks and virtual stages the next rank is also the previous one, and messages of one batch "
-        "would be mixed up; leave --no-overlap-p2p-communication out"
+        "with two pipeline ranks and virtual stages the next rank is also the previous one, and two messages of one "
+        "batch to it could be swapped; leave --no-overlap-p2p-communication out"
     ): lambda a: (
         a.pipeline_model_parallel_size == 2
         and a.overlap_p2p_comm is False

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from megatron_wlb.settings import Count, Name, Rate, Time, checked, in_words
+from megatron_wlb.settings import Count, Name, Rate, Time, checked, message_of
 
 NOTES = {*"assumed command crossover_tokens date device error kernel_measured linear products source unit".split()}
 """Fields of files that say where their numbers come from, and do not count."""
@@ -24,7 +24,7 @@ def of_file[T](text: bytes, kind: type[T]) -> T:
     try:
         taken = msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
-        raise msgspec.ValidationError(in_words(error, found)) from None
+        raise msgspec.ValidationError(message_of(error, found)) from None
     if strange := next(_strange(found, msgspec.to_builtins(taken)), ""):
         raise msgspec.ValidationError(f"its field {strange} is not one that this release reads; correct or remove it")
     return taken

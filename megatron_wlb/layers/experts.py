@@ -142,7 +142,7 @@ class Experts(Mlp):
         "seq_aux_loss takes a micro-batch, of several samples or parts of them, for its sequence": lambda a: (
             _balances(a) and "seq_aux_loss" in _listed(a.moe_router_load_balancing_type)
         ),
-        "experts see no padding of rows": lambda a: a.num_experts and pads_rows(a),
+        "padding tokens are not routed to experts": lambda a: a.num_experts and pads_rows(a),
         "experts take tokens by micro-batch, as with another --micro-batch-size": lambda a: (
             a.num_experts
             and (a.moe_expert_capacity_factor or "sinkhorn" in _listed(a.moe_router_load_balancing_type or ""))

@@ -88,7 +88,7 @@ class Packer:
         """Raise ValueError if a later step has no document, as `next` would when it gets there."""
         size = self._job.global_batch_size
         for first in range(self._first, len(self._samples) - size + 1, size):
-            if not len(self._samples.pieces(first, first + size)):
+            if not len(self._samples.documents(first, first + size)):
                 raise self._empty(first)
 
     def _empty(self, first: int) -> ValueError:
@@ -169,7 +169,7 @@ class _Draw:
         stop = self.drawn + count
         if self._samples.order is None:
             stop = min(stop, len(self._samples))
-        rows = self._samples.pieces(self.drawn, stop)
+        rows = self._samples.documents(self.drawn, stop)
         # At the earliest in this step: samples fall behind if documents do not fit their steps.
         late = (rows["index"] // self._samples.context_length - self.first) // self._batch_size
         rows["arrival"] = self._step + np.maximum(late, 0)

@@ -18,13 +18,13 @@ _CHUNK = 1 << 22
 """Documents that are looked at together."""
 
 
-class Part(Protocol):
+class DatasetSamples(Protocol):
     """One dataset of a blend."""
 
     def __len__(self) -> int:
         """Number of its samples."""
 
-    def pieces(self, samples: np.ndarray) -> np.ndarray:
+    def documents(self, samples: np.ndarray) -> np.ndarray:
         """DOCUMENT rows of samples, int64 [n]; `index` counts tokens as if each had C, from the first of `samples`."""
 
 
@@ -45,8 +45,8 @@ class Windows:
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
-    def pieces(self, samples: np.ndarray) -> np.ndarray:
-        """See `Part`. `document` is a place in `document_index`. O(documents in `samples`)."""
+    def documents(self, samples: np.ndarray) -> np.ndarray:
+        """See `DatasetSamples`. `document` is a place in `document_index`. O(documents in `samples`)."""
         windows = self.shuffle_index[samples].astype(np.int64)
         begins, ends = (self.sample_index[windows + i].astype(np.int64) for i in (0, 1))
         counts = ends[:, 0] - begins[:, 0] + 1
@@ -117,8 +117,8 @@ class Rows:
     def __len__(self) -> int:
         return self.num_samples
 
-    def pieces(self, samples: np.ndarray) -> np.ndarray:
-        """See `Part`. A row is cut off after C tokens, as upstream does."""
+    def documents(self, samples: np.ndarray) -> np.ndarray:
+        """See `DatasetSamples`. A row is cut off after C tokens, as upstream does."""
         row = self.rows[samples % len(self.rows)]
         counts = self.begins[row + 1] - self.begins[row]
         sample, number = _within(counts)
@@ -136,23 +136,25 @@ class Rows:
 class Samples:
     """The samples of a run in the order of training."""
 
-    parts: Sequence[Part]
+    datasets: Sequence[DatasetSamples]
     context_length: int
     blend: tuple[np.ndarray, np.ndarray] | None = None
-    """Dataset of every sample, and the number of the sample there; None: all are of the only part."""
+    """Dataset of every sample, and the number of the sample there; None: all are of the only dataset."""
     order: Callable[[np.ndarray], np.ndarray] | None = None
     """Maps the place in training to the sample, int64 [n] each; it makes the samples endless. None: the same."""
 
     def __post_init__(self) -> None:
         size = self.context_length
-        if any(getattr(part, "context_length", size) != size for part in self.parts):
-            raise ValueError(f"parts have other windows than the samples' {size} tokens; give all one context_length")
+        if any(getattr(each, "context_length", size) != size for each in self.datasets):
+            raise ValueError(
+                f"datasets have other windows than the samples' {size} tokens; give all one context_length"
+            )
 
     def __len__(self) -> int:
-        return len(self.parts[0]) if self.blend is None else len(self.blend[0])
+        return len(self.datasets[0]) if self.blend is None else len(self.blend[0])
 
     @in_range
-    def pieces(self, first: SizeOrNone, stop: SizeOrNone) -> np.ndarray:
+    def documents(self, first: SizeOrNone, stop: SizeOrNone) -> np.ndarray:
         """Return DOCUMENT rows of samples [first, stop), arrival 0, in their order.
 
         Raises ValueError behind the last sample.
@@ -162,13 +164,13 @@ class Samples:
         places = np.arange(first, stop)
         samples = places if self.order is None else self.order(places)
         if self.blend is None:
-            rows = self.parts[0].pieces(samples)
+            rows = self.datasets[0].documents(samples)
         else:
-            which, of_part = (np.asarray(column[samples], np.int64) for column in self.blend)
+            which, of_dataset = (np.asarray(column[samples], np.int64) for column in self.blend)
             found = [np.empty(0, DOCUMENT)]
             for i in np.unique(which).tolist():
                 (at,) = np.nonzero(which == i)
-                rows = self.parts[i].pieces(of_part[at])
+                rows = self.datasets[i].documents(of_dataset[at])
                 sample, place = np.divmod(rows["index"], self.context_length)
                 rows["index"], rows["dataset"] = at[sample] * self.context_length + place, i
                 found.append(rows)
@@ -221,16 +223,18 @@ def windows(
     )
 
 
-def blended(parts: Sequence[Part], weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a blend as `BlendedDataset` draws it: each sample from the part that is furthest behind its weight."""
+def blended(
+    datasets: Sequence[DatasetSamples], weights: Sequence[float], num_samples: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a blend as `BlendedDataset` draws it: each sample from the dataset that is furthest behind its weight."""
     shares = np.array(weights) / sum(weights)
-    drawn = np.zeros(len(parts), np.int64)
-    which, of_part = np.empty(num_samples, np.int64), np.empty(num_samples, np.int64)
+    drawn = np.zeros(len(datasets), np.int64)
+    which, of_dataset = np.empty(num_samples, np.int64), np.empty(num_samples, np.int64)
     for i in range(num_samples):
         k = int((shares * max(i, 1) - drawn).argmax())
-        which[i], of_part[i] = k, drawn[k]
+        which[i], of_dataset[i] = k, drawn[k]
         drawn[k] += 1
-    return which, of_part
+    return which, of_dataset
 
 
 def _within(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -212,7 +212,7 @@ def _words(numbers: np.ndarray) -> str:
 def _agreed(micro_batch: MicroBatchPlan) -> list[Any]:
     shards = micro_batch.shards
     calls = [call for shard in shards.shards for call in shard.calls]
-    return [micro_batch.documents, shards.lengths, shards.shares, *calls]
+    return [micro_batch.documents, shards.lengths, shards.key_bounds, *calls]
 
 
 def digest_of(*parts: Any) -> int:

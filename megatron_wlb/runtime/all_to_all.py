@@ -1,6 +1,6 @@
 """Exchange of K and V, or of latents, and of gradients between CP ranks.
 
-A *pool* holds the rows that arrive, then the rank's own rows; keys are gathered from it in the order of a part.
+A *pool* holds the rows that arrive, then the rank's own rows; keys are gathered from it in the order of a round.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_wlb.documents import Keys
 from megatron_wlb.runtime.backends.protocol import Spans, keys_and_values
-from megatron_wlb.runtime.metadata import Part, ShardMetadata
+from megatron_wlb.runtime.metadata import Round, ShardMetadata
 from megatron_wlb.runtime.spans import span
 
 _all_to_all = dist.all_to_all_single
@@ -25,51 +25,51 @@ def exchange_rows(x: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup |
 
     x is anything that K and V are computed from row by row, for `attention_to_keys`; differentiable once. Takes an
     all-to-all in forward and one in backward. Gradients return in the dtype of x and are summed in fp32 (fp64 for
-    fp64). Raises ValueError for a plan with documents in parts.
+    fp64). Raises ValueError for a plan with documents in shares.
     """
-    parts = parts_at_once(metadata)
-    return x if all(part.keys_are_rows for part in parts) else _ExchangeRows.apply(x, parts, group)
+    rounds = rounds_at_once(metadata)
+    return x if all(round_.keys_are_rows for round_ in rounds) else _ExchangeRows.apply(x, rounds, group)
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: Sequence[Part], group: dist.ProcessGroup | None) -> Tensor:
-        ctx.setup = parts, group
-        return torch.cat([finish(*begin(x[part.rows], part, group), part) for part in parts])
+    def forward(ctx: Any, x: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup | None) -> Tensor:
+        ctx.setup = rounds, group
+        return torch.cat([finish(*begin(x[round_.rows], round_, group), round_) for round_ in rounds])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        parts, group = ctx.setup
-        each = zip(split_keys(gradient, parts), parts, strict=True)
-        return torch.cat([_returned(of_keys, part, group) for of_keys, part in each]), None, None
+        rounds, group = ctx.setup
+        each = zip(split_keys(gradient, rounds), rounds, strict=True)
+        return torch.cat([_returned(of_keys, round_, group) for of_keys, round_ in each]), None, None
 
 
-def _returned(gradient: Tensor, part: Part, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the gradient of a part's rows from the gradient of its keys."""
-    total = gradient.index_select(0, part.own_keys).to(torch.promote_types(gradient.dtype, torch.float32))
-    if part.sent:
-        given = gradient.index_select(0, part.arrived_keys)
-        back = given.new_empty((part.sent_rows.shape[0], *given.shape[1:]))
-        _wait(_exchanged(given, back, part, group, back=True))
-        total.index_add_(0, part.sent_rows, back.to(total.dtype))
+def _returned(gradient: Tensor, round_: Round, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the gradient of a round's rows from the gradient of its keys."""
+    total = gradient.index_select(0, round_.own_keys).to(torch.promote_types(gradient.dtype, torch.float32))
+    if round_.sent:
+        given = gradient.index_select(0, round_.arrived_keys)
+        back = given.new_empty((round_.sent_rows.shape[0], *given.shape[1:]))
+        _wait(_exchanged(given, back, round_, group, back=True))
+        total.index_add_(0, round_.sent_rows, back.to(total.dtype))
     return total.to(gradient.dtype)
 
 
-def begin(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+def begin(kv: Tensor, round_: Round, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
     """Return the pool of kv [n, ...], and the collective that receives into it."""
-    if not part.sent:
+    if not round_.sent:
         return kv, None
-    own, arrived = kv[part.own_rows], part.arrived_keys.shape[0]
+    own, arrived = kv[round_.own_rows], round_.arrived_keys.shape[0]
     pool = kv.new_empty((arrived + own.shape[0], *kv.shape[1:]))
     pool[arrived:] = own
-    return pool, _exchanged(pool[:arrived], kv.index_select(0, part.sent_rows), part, group)
+    return pool, _exchanged(pool[:arrived], kv.index_select(0, round_.sent_rows), round_, group)
 
 
-def finish(pool: Tensor, work: dist.Work | None, part: Part) -> Tensor:
+def finish(pool: Tensor, work: dist.Work | None, round_: Round) -> Tensor:
     if work is not None:
         _wait(work)
-    return pool if part.keys_are_rows else pool.index_select(0, part.gather)
+    return pool if round_.keys_are_rows else pool.index_select(0, round_.gather)
 
 
 def seen_sums(
@@ -80,26 +80,26 @@ def seen_sums(
     The keys are those that arrive, as K and V do, and tables tell which of them a row sees. Sums wrap around.
     """
     total = torch.zeros_like(x)
-    for part in metadata.parts_of(window):
-        keys = finish(*begin(x[part.rows], part, group), part)
+    for round_ in metadata.rounds_of(window):
+        keys = finish(*begin(x[round_.rows], round_, group), round_)
         sums = torch.nn.functional.pad(keys.cumsum(0), (1, 0))
-        for call, table in zip(part.calls, part.tables, strict=True):
+        for call, table in zip(round_.calls, round_.tables, strict=True):
             rows = torch.arange(call.rows.stop - call.rows.start, dtype=table.dtype, device=table.device)
             ends, first, stop = spans(table)
             entry = torch.searchsorted(ends, rows, right=True)
             begins = first[entry]
-            stops = (stop - ends + 1)[entry] + rows if part.causal else stop[entry]  # aligned to the bottom right
-            if part.causal and window is not None:
+            stops = (stop - ends + 1)[entry] + rows if round_.causal else stop[entry]  # aligned to the bottom right
+            if round_.causal and window is not None:
                 begins = torch.maximum(begins, stops - 1 - window)
-            total[part.rows][call.rows].add_(sums[stops] - sums[begins])
+            total[round_.rows][call.rows].add_(sums[stops] - sums[begins])
     return total
 
 
 class GradientSum:
-    """Sums dK and dV over the parts of their rows."""
+    """Sums dK and dV over the rounds of their rows."""
 
     def __init__(self, dk: Tensor, dv: Tensor) -> None:
-        """Write dk [n, Hkv, D] and dv [n, Hkv, Dv] once `left` parts are done."""
+        """Write dk [n, Hkv, D] and dv [n, Hkv, Dv] once `left` rounds are done."""
         self._into, self.left = (dk, dv), 0
         self._total: Tensor | None = None
 
@@ -114,7 +114,7 @@ class GradientSum:
         self._total[rows] += values
 
     def done(self, back: Tensor | None, rows: Tensor) -> None:
-        """Add gradients that came `back` to `rows`; after the last part, write the sums."""
+        """Add gradients that came `back` to `rows`; after the last round, write the sums."""
         assert self._total is not None
         if back is not None:
             self._total.index_add_(0, rows, back.to(self._total.dtype))
@@ -128,15 +128,15 @@ class GradientExchange:
     """Sends dK and dV of a round to the ranks that hold the rows."""
 
     def __init__(
-        self, dkv: Tensor, total: GradientSum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
+        self, dkv: Tensor, total: GradientSum, round_: Round, group: dist.ProcessGroup | None, dtype: torch.dtype | None
     ) -> None:
         """`dkv`: result of `attend_backward`; sent in `dtype`, by default its own."""
-        self._total, self._rows, self._back = total, part.sent_rows, None
-        total.add(dkv if part.keys_are_rows else dkv.index_select(0, part.own_keys), part.own_rows)
-        if part.sent:
-            self._given = dkv.to(dtype or dkv.dtype).index_select(0, part.arrived_keys)
-            self._back = self._given.new_empty((part.sent_rows.shape[0], *dkv.shape[1:]))
-            self._work = _exchanged(self._given, self._back, part, group, back=True)
+        self._total, self._rows, self._back = total, round_.sent_rows, None
+        total.add(dkv if round_.keys_are_rows else dkv.index_select(0, round_.own_keys), round_.own_rows)
+        if round_.sent:
+            self._given = dkv.to(dtype or dkv.dtype).index_select(0, round_.arrived_keys)
+            self._back = self._given.new_empty((round_.sent_rows.shape[0], *dkv.shape[1:]))
+            self._work = _exchanged(self._given, self._back, round_, group, back=True)
 
     def arrive(self) -> None:
         """Wait for the gradients from other ranks, and add them."""
@@ -146,10 +146,10 @@ class GradientExchange:
 
 
 def _exchanged(
-    arriving: Tensor, leaving: Tensor, part: Part, group: dist.ProcessGroup | None, back: bool = False
+    arriving: Tensor, leaving: Tensor, round_: Round, group: dist.ProcessGroup | None, back: bool = False
 ) -> dist.Work:
     """Start sending `leaving` to its readers; `back`: `arriving` to its source."""
-    received, sent = (arriving, list(part.received)), (leaving, list(part.sent))
+    received, sent = (arriving, list(round_.received)), (leaving, list(round_.sent))
     (into, into_sizes), (given, sizes) = (sent, received) if back else (received, sent)
     return _all_to_all(into, given, into_sizes, sizes, group=group, async_op=True)
 
@@ -177,16 +177,16 @@ def gradient_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, **given)
 
 
-def parts_at_once(metadata: ShardMetadata) -> tuple[Part, ...]:
-    """Return the parts if their keys, one part's after the other's, are all that local queries see."""
+def rounds_at_once(metadata: ShardMetadata) -> tuple[Round, ...]:
+    """Return the rounds if their keys, one round's after the other's, are all that local queries see."""
     if any(layout.of not in (Keys.ALL, Keys.WHOLE, Keys.SHARED) for layout in metadata.layouts):
         raise ValueError(
             f"a plan of {len(metadata.layouts)} rounds, and all keys are there at once; plan for a job whose "
             "cp_exchange is latents"
         )
-    return metadata.parts
+    return metadata.rounds
 
 
-def split_keys(x: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-    """Return x [P, ...] of all keys part by part, as views."""
-    return x.split([part.gather.shape[0] for part in parts])
+def split_keys(x: Tensor, rounds: Sequence[Round]) -> tuple[Tensor, ...]:
+    """Return x [P, ...] of all keys round by round, as views."""
+    return x.split([round_.gather.shape[0] for round_ in rounds])

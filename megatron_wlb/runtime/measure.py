@@ -77,20 +77,20 @@ def attention_times(
     q, dout = (
         torch.randn(metadata.num_rows, model.num_attention_heads, size, **target.tensors) for size in model.head_sizes
     )
-    parts, heads = metadata.parts_of(None), model.num_query_groups
+    rounds, heads = metadata.rounds_of(None), model.num_query_groups
     keys = [
-        side_by_side(*(torch.randn(len(part.gather), heads, size, **target.tensors) for size in model.head_sizes))
-        for part in parts
+        side_by_side(*(torch.randn(len(round_.gather), heads, size, **target.tensors) for size in model.head_sizes))
+        for round_ in rounds
     ]
     out, dq = torch.empty_like(dout), torch.empty_like(q)
 
     def forward() -> list[torch.Tensor]:
-        return attend_in_rounds(q, iter(keys), out, parts, options)
+        return attend_in_rounds(q, iter(keys), out, rounds, options)
 
     def backward() -> None:
-        for part, kv, sums in zip(parts, keys, by_round(parts, lse), strict=True):
-            rows = part.rows
-            attend_backward(dout[rows], q[rows], kv, out[rows], sums, dq[rows], part, options)
+        for round_, kv, sums in zip(rounds, keys, by_round(rounds, lse), strict=True):
+            rows = round_.rows
+            attend_backward(dout[rows], q[rows], kv, out[rows], sums, dq[rows], round_, options)
 
     lse = forward()
     return stopwatch(forward), stopwatch(backward)

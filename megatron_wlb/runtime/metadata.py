@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.documents import Keys, Round, Shard, ShardPlan
+from megatron_wlb.documents import Keys, RoundKeys, Shard, ShardPlan
 from megatron_wlb.runtime.backends.protocol import Encoding
 from megatron_wlb.sharding.routing import document_begins, exchange, positions
 from megatron_wlb.sharding.routing import rows as held_rows
@@ -24,7 +24,7 @@ class Call(NamedTuple):
     """One attention call without its table."""
 
     rows: slice
-    """Queries, among the rows of the part."""
+    """Queries, among the rows of the round."""
     shape: tuple[int, ...]
     """Of the table, see `Encoded`."""
     max_q: int
@@ -32,14 +32,14 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PartLayout:
+class RoundLayout:
     """The exchange and the computation of a round."""
 
-    of: Round
+    of: RoundKeys
     rows: slice
     """Local rows of the documents, n of them."""
     own_rows: slice
-    """Rows of the part that are keys."""
+    """Rows of the round that are keys."""
     keys_are_rows: bool
     """The keys are the rows, in their order, and nothing is exchanged."""
     causal: bool
@@ -53,7 +53,7 @@ class PartLayout:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part(PartLayout):
+class Round(RoundLayout):
     """A layout with the integers of its `Exchange`, int64."""
 
     gather: Tensor
@@ -102,11 +102,11 @@ class ShardMetadata:
     cp_rank: int
     num_rows: int
     """s."""
-    layouts: tuple[PartLayout, ...]
+    layouts: tuple[RoundLayout, ...]
     orders: Mapping[int | None, tuple[int, ...]]
     """By the window of a layer: which of `layouts` it runs, in order."""
     sizes: tuple[int, ...]
-    """Of the int64 arrays that begin `integers`: positions, then four for every `Part`, then arrays of `packed`, if
+    """Of the int64 arrays that begin `integers`: positions, then four for every `Round`, then arrays of `packed`, if
     any; then the int32 tables."""
     integers: Tensor
 
@@ -133,7 +133,7 @@ class ShardMetadata:
         arrays, layouts, tables = [positions(plan.shards[cp_rank])], [], []
         num_rows = len(arrays[0])
         of_whole = Shard(calls=plan.calls(cp_rank, Keys.WHOLE)).tokens
-        rows_of: dict[Round, slice] = {Keys.ALL: slice(0, num_rows), Keys.WHOLE: slice(0, of_whole)}
+        rows_of: dict[RoundKeys, slice] = {Keys.ALL: slice(0, num_rows), Keys.WHOLE: slice(0, of_whole)}
         rounds = {window: plan.rounds_of(window) for window in windows}
         every = list(dict.fromkeys(itertools.chain(*rounds.values())))
         for of in every:
@@ -146,7 +146,7 @@ class ShardMetadata:
             gather = moved.gather
             arrays += [gather, moved.sent_rows, moved.arrived_keys, moved.own_keys]
             layouts.append(
-                PartLayout(
+                RoundLayout(
                     of=of,
                     rows=rows,
                     own_rows=slice(moved.own_rows),
@@ -175,8 +175,8 @@ class ShardMetadata:
         return self.integers[: self.sizes[0]]
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts of `layouts`, with views of the buffer."""
+    def rounds(self) -> tuple[Round, ...]:
+        """The rounds of `layouts`, with views of the buffer."""
         total = sum(self.sizes)
         _, *arrays = self.integers[:total].split(self.sizes)
         shapes = [call.shape for layout in self.layouts for call in layout.calls]
@@ -185,7 +185,7 @@ class ShardMetadata:
         for i, layout in enumerate(self.layouts):
             gather, sent_rows, arrived_keys, own_keys = arrays[4 * i : 4 * i + 4]
             found.append(
-                Part(
+                Round(
                     **vars(layout),
                     gather=gather,
                     sent_rows=sent_rows,
@@ -196,14 +196,14 @@ class ShardMetadata:
             )
         return tuple(found)
 
-    def parts_of(self, window: int | None) -> tuple[Part, ...]:
-        """Return the parts of a layer with this window. Raises ValueError for one that was not built."""
+    def rounds_of(self, window: int | None) -> tuple[Round, ...]:
+        """Return the rounds of a layer with this window. Raises ValueError for one that was not built."""
         if window not in self.orders:
             raise ValueError(
                 f"a layer's window is {window}, and the metadata are for {', '.join(map(str, self.orders))}; build "
                 "them with it"
             )
-        return tuple(self.parts[i] for i in self.orders[window])
+        return tuple(self.rounds[i] for i in self.orders[window])
 
     @cached_property
     def packed(self) -> PackedOrder | None:

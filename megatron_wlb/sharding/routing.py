@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb.documents import SEGMENT, Keys, Near, Round, Shard, ShardPlan, Share
+from megatron_wlb.documents import SEGMENT, Keys, Near, RoundKeys, Shard, ShardPlan, Share
 
 
 def moved_rows(plan: ShardPlan, window: int | None = None) -> np.ndarray:
@@ -31,7 +31,7 @@ class Ownership:
     meet.
     """
 
-    def __init__(self, plan: ShardPlan, of: Round = Keys.ALL, window: int | None = None) -> None:
+    def __init__(self, plan: ShardPlan, of: RoundKeys = Keys.ALL, window: int | None = None) -> None:
         by_rank = [plan.calls(rank, of) for rank in range(len(plan.shards))]
         calls = [call for each in by_rank for call in each]
         self.segments = np.concatenate(calls, dtype=SEGMENT)  # to find out the dtype takes five times as long
@@ -149,7 +149,7 @@ class Exchange(NamedTuple):
         return gather
 
 
-def exchange(plan: ShardPlan, cp_rank: int, of: Round) -> Exchange:
+def exchange(plan: ShardPlan, cp_rank: int, of: RoundKeys) -> Exchange:
     """Return the exchange of a rank for a round of the plan."""
     held_calls = plan.calls(cp_rank, of)
     if of is Keys.OWN:

@@ -2,7 +2,7 @@
 
 The paper has two shardings, both of 2 * CP chunks of which rank r holds r and 2 * CP - 1 - r. Hybrid sharding (ours;
 `csrc/hybrid.h`) has every document on as few ranks as balance needs, so fewer of its keys travel. K and V of a round
-travel during the last one (`csrc/rounds.h`). In parts, own squares and the keys before them have no hidden tiles.
+travel during the last one (`csrc/rounds.h`). In shares, own squares and the keys before them have no hidden tiles.
 """
 
 import itertools
@@ -22,13 +22,13 @@ from megatron_wlb.sharding.routing import moved_rows
 # Beside a constant: predicted time of a layer that is lost without it, median and most of ten jobs (CP = 2 to 32, 7B to
 # 405B, documents of F2, 5 seeds), if hidden tiles take no time. `test_everything_that_is_tried_pays` holds four of
 # these jobs to it.
-KEY_SPLITS = (  # without parts 9.0 and 15.8 %
+KEY_SPLITS = (  # without shares 9.0 and 15.8 %
     (0.0, 1.0),  # 0.17 and 0.43 %
     (0.0, 1 / 2, 1.0),  # 0.84 and 1.74 %
     (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0),  # 0.02 and 0.26 %
     (0.0, 1 / 8, 3 / 8, 5 / 8, 7 / 8, 1.0),  # 0.00 and 0.50 %
 )
-"""Bounds of the parts in which the keys of other ranks are tried to arrive, of documents in parts."""
+"""Bounds of the shares in which the keys of other ranks are tried to arrive, of documents in shares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class RoundCosts:
     backward: KernelModel
     exchange: ExchangeModel
     merge: float
-    """Us to add one tile of queries of a head to the result of other parts: read twice and written once."""
-    shares: tuple[tuple[float, ...], ...]
+    """Us to add one tile of queries of a head to the result of other rounds: read twice and written once."""
+    key_bounds: tuple[tuple[float, ...], ...]
 
 
 @lru_cache(maxsize=16)
@@ -57,7 +57,7 @@ def round_costs(job: Job, window: int | None = None) -> RoundCosts:
         * forward.tile_rows
         / job.profile.memory_gb_per_s
         / 1e3,
-        shares=() if together or job.model.widest is not None else KEY_SPLITS,
+        key_bounds=() if together or job.model.widest is not None else KEY_SPLITS,
     )
 
 
@@ -71,8 +71,8 @@ def attention_times(plan: ShardPlan, job: Job, window: int | None = None) -> tup
     bounds = np.cumsum([0, *map(len, calls)]).tolist()
     cp, costs = len(plan.shards), round_costs(job, window)
     # In a window, all that is exchanged moves at once.
-    shares, moved = (plan.shares, None) if window is None else ((), int(moved_rows(plan, window).max()))
-    *busy, forward, backward = _native.attention_times(segments, bounds, cp, shares, costs, moved)
+    key_bounds, moved = (plan.key_bounds, None) if window is None else ((), int(moved_rows(plan, window).max()))
+    *busy, forward, backward = _native.attention_times(segments, bounds, cp, key_bounds, costs, moved)
     return busy, [end - float(each.max()) for each, end in zip(busy, (forward, backward), strict=True)]
 
 
@@ -108,7 +108,7 @@ def divide(
     paper's two (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first. With `costs`,
     attention of the chosen one runs in rounds.
     """
-    name, time, rows, bounds, shares = _native.choose_sharding(
+    name, time, rows, bounds, key_bounds = _native.choose_sharding(
         lengths, cp, STRATEGIES[strategy], MOST_SHARES, kernel, costs
     )
     segments = rows.view(SEGMENT)[:, 0]
@@ -118,5 +118,5 @@ def divide(
         shards=tuple(Shard(calls=each) for each in itertools.batched(calls, (len(bounds) - 1) // cp)),
         strategy=name,
         time=time,
-        shares=tuple(shares),
+        key_bounds=tuple(key_bounds),
     )

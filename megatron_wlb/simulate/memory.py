@@ -149,8 +149,8 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     received, sent = moved or one_document(job, model.widest)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, model.kv_values_per_rank(p.tp)
     of_core, dropped = "core_attn" in job.recompute.dropped, set(job.recompute.dropped)
-    again = ["q", "kv"] * (of_core or bool(dropped & {*kept["kv"].modules})) + ["log-sum-exps"] * of_core
-    held = sum(kept[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
+    recomputed = ["q", "kv"] * (of_core or bool(dropped & {*kept["kv"].modules})) + ["log-sum-exps"] * of_core
+    held = sum(kept[name].bytes for name in recomputed) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
     kernel = (w + 4) * q / min(p.cp, 2) + w * (1 + received) * (kv + expanded)
     if p.cp == 1:
@@ -158,9 +158,9 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     keys = (1 + received) * kv
     if job.keeps_exchanged:
         return held + (w * keys if job.expands_again else 0) + 4 * keys + max(w * keys, kernel)
-    value, back, casts = job.cp_gradient_bytes, sent * kv, job.cp_gradient_bytes < 4
-    leaving = 4 * kv + value * (received * kv + max(casts * keys, back))
-    summed = 4 * kv + value * (received * kv + back) + casts * 4 * back
+    value, back, is_cast = job.cp_gradient_bytes, sent * kv, job.cp_gradient_bytes < 4
+    leaving = 4 * kv + value * (received * kv + max(is_cast * keys, back))
+    summed = 4 * kv + value * (received * kv + back) + is_cast * 4 * back
     return held + max(4 * keys + max(leaving, w * keys + kernel), summed)
 
 
@@ -170,15 +170,15 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
     Tokens are capped by a data-parallel rank's most in a step. The peak comes when the last layer of a stage begins its
     backward: in the MLP, while K and V of attention arrive, or in attention, with the MLP freed.
     """
-    kept, at_once = token_bytes(job, stage)
+    kept, while_running = token_bytes(job, stage)
     longest = job.max_tokens if max_tokens is None else max_tokens
-    return (most_kept(job, stage, longest, kept) + longest * at_once) / job.parallel.cp
+    return (most_kept(job, stage, longest, kept) + longest * while_running) / job.parallel.cp
 
 
 def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Moved]) -> float:
     """Return peak activation bytes of a stage in a step; `rows` of its micro-batches on a rank: float64 [M]."""
     kept, _ = token_bytes(job, stage)
-    running = np.array([token_bytes(job, stage, each)[1] for each in moved])
+    while_running = np.array([token_bytes(job, stage, each)[1] for each in moved])
     schedule = job.schedule(len(rows))
     ops, begins_pair = schedule.ops(stage), schedule.begins_pair(stage)
     backward, chunk, size = ops["backward"], ops["chunk"], rows[ops["micro_batch"]]
@@ -187,7 +187,7 @@ def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Move
     outputs = backward & (stage == job.parallel.pp - 1) & (chunk == job.parallel.vpp - 1)
     at_output = _output_bytes(job) if outputs.any() else 0
     # A backward pass still has what it frees; logits are gone when layers begin.
-    in_layers = kept[chunk] + running[ops["micro_batch"]] - at_output
+    in_layers = kept[chunk] + while_running[ops["micro_batch"]] - at_output
     most = np.maximum(in_layers, (kept[chunk] + at_output + _moving_bytes(job)) * outputs)
     # Of a pair, the forward pass fills while the backward pass frees.
     level -= np.minimum(np.roll(begins_pair * change, 1), -change * backward)
@@ -212,11 +212,11 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
     """Return the largest S_max, in units, that fits every stage; 0 if none."""
     budget, unit, fitting = job.parallel.cp * budget_bytes, job.unit_tokens, []
     for stage in range(job.parallel.pp):
-        kept, at_once = token_bytes(job, stage)
-        fits = budget / (job.schedule().in_flight(stage, kept) + at_once)
+        kept, while_running = token_bytes(job, stage)
+        fits = budget / (job.schedule().in_flight(stage, kept) + while_running)
         none, one = (kept.sum() * _most_rank_tokens(job, longest) for longest in (0, 1))  # linear in S_max
         if math.isfinite(none):
-            fits = max(fits, (budget - none) / (one - none + at_once))
+            fits = max(fits, (budget - none) / (one - none + while_running))
         fitting.append(int(max(0, fits)) // unit * unit)
     return min(fitting)
 
@@ -229,7 +229,7 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     received, _ = moved or one_document(job, model.widest)
     arrives = parallel.cp > 1 and not job.keeps_exchanged and "core_attn" not in recompute.dropped
     prefetched = arrives * job.bytes_per_value * (1 + received) * model.kv_values_per_rank(parallel.tp)
-    at_once = max(
+    while_running = max(
         mlp_backward_bytes(job) + prefetched, attention_backward_bytes(job, moved) - _kept(job, _mlp_tensors(job))
     )
     by_kind = job.layers_by_kind()[:, stage]
@@ -237,15 +237,15 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     each = (in_layer[:, None] * (by_kind / np.maximum(1, by_kind.sum(axis=0)))).sum(axis=0)
     if recompute.granularity == "full":
         recomputed = recompute.whole(layers)
-        together = 1 if recompute.method == "block" else min(recompute.num_layers or 1, max(1, int(layers.max())))
-        kept = np.ceil(recomputed / together) * layer_input_bytes(job) + (layers - recomputed) * each
-        at_once += together * float(in_layer.max())
+        layers_at_once = 1 if recompute.method == "block" else min(recompute.num_layers or 1, max(1, int(layers.max())))
+        kept = np.ceil(recomputed / layers_at_once) * layer_input_bytes(job) + (layers - recomputed) * each
+        while_running += layers_at_once * float(in_layer.max())
     else:
         kept = layers * each
     if job.schedule().by_turns:
-        at_once += float(in_layer.max())  # of the forward pass that runs by turns
+        while_running += float(in_layer.max())  # of the forward pass that runs by turns
     kept = kept + attention_of(model).looked_up_bytes(job)
-    return kept, at_once + _moving_bytes(job) + _output_bytes(job) * (stage == parallel.pp - 1)
+    return kept, while_running + _moving_bytes(job) + _output_bytes(job) * (stage == parallel.pp - 1)
 
 
 def _moving_bytes(job: Job) -> float:

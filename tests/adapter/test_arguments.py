@@ -241,14 +241,16 @@ def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(tmp_path):
     config = SimpleNamespace(tokenizer=SimpleNamespace(eod=254), eod_mask_loss=False)
     dataset = SimpleNamespace(dataset=IndexedDataset(prefix, mmap=False), config=config, _pad_token_id=-1)
     text = TextOfWindows(cut, dataset)
-    reading = data.Reading(split="train", texts=[text], context_length=50, samples_per_micro_batch=1, vocabulary=256)
-    first, eighth = cut.pieces(np.arange(5))[[0, 7]]
-    assert reading.rows(first, 0, 10)[0][0].tolist() == tokens[:10].tolist()
+    reader = data.SampleReader(
+        split="train", datasets=[text], context_length=50, samples_per_micro_batch=1, vocabulary=256
+    )
+    first, eighth = cut.documents(np.arange(5))[[0, 7]]
+    assert reader.rows(first, 0, 10)[0][0].tolist() == tokens[:10].tolist()
     with pytest.raises(ValueError, match="token 999 near place 4 of document 7 of dataset 0 of the train blend is not"):
-        reading.rows(eighth, 1, 5)
+        reader.rows(eighth, 1, 5)
     os.truncate(f"{prefix}.bin", 300)
     with pytest.raises(ValueError, match="corpus.bin was cut off since the run began: it has 300 bytes instead of"):
-        reading.rows(first, 0, 10)
+        reader.rows(first, 0, 10)
     dataset.dataset.path_prefix = "s3://bucket/corpus"
     assert TextOfWindows(cut, dataset).size == 0  # no file is here
 

@@ -179,7 +179,7 @@ def see_before(cls, plan, cp_rank, encode, *args, **kwargs):
 def send_others(cls, plan, *args, **kwargs):
     """An exchange of wrong rows."""
     metadata = BUILD(cls, plan, *args, **kwargs)
-    for part in metadata.parts:
+    for part in metadata.rounds:
         part.sent_rows[:2] = part.sent_rows[2:4].clone() if len(part.sent_rows) > 3 else part.sent_rows[:2]
     return metadata
 
@@ -201,7 +201,7 @@ def shift_read(self, document, start, stop):
 
 
 WEIGHTS, TOKEN_LOSS, OF_STEP = loss.weights, training.token_loss, training._of_step
-BUILD, PIECES, ROWS = ShardMetadata.build.__func__, Windows.pieces, data.Reading.rows
+BUILD, PIECES, ROWS = ShardMetadata.build.__func__, Windows.documents, data.SampleReader.rows
 FAULTS = [
     ("", lambda: fed(shift_turns)),
     (LEARNED, lambda: fed(shift_positions)),
@@ -214,7 +214,7 @@ FAULTS = [
     ("", lambda: (ShardMetadata, "build", classmethod(send_others))),
     ("--wlb-packing megatron", lambda: (training, "_of_step", twice)),
     ("", lambda: (Windows, "pieces", sample_twice)),
-    ("", lambda: (data.Reading, "rows", shift_read)),
+    ("", lambda: (data.SampleReader, "rows", shift_read)),
 ]
 
 

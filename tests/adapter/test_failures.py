@@ -74,7 +74,7 @@ def test_what_ends_the_planner_reaches_the_training_loop(size, error, dataset, t
 
 def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, tmp_path, monkeypatch):
     """As launchers and clusters send it; the process that reads ahead gets it, too, and reads the rest of the step."""
-    forward, rows, load = Training.forward_step, data.Reading.rows, Training.load
+    forward, rows, load = Training.forward_step, data.SampleReader.rows, Training.load
     sent, reads = tmp_path / "sent", tmp_path / "reads"
 
     def signalled(self, *args, **kwargs):
@@ -95,7 +95,7 @@ def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, t
 
     monkeypatch.setattr(Training, "load", spawning)
     monkeypatch.setattr(Training, "forward_step", signalled)
-    monkeypatch.setattr(data.Reading, "rows", noted)
+    monkeypatch.setattr(data.SampleReader, "rows", noted)
     flags = "--num-workers 1 --exit-signal-handler --train-iters 4 --save-interval 9 --ckpt-format torch".split()
     with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
         train(1, dataset, *flags, "--save", str(tmp_path))

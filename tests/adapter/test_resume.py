@@ -99,7 +99,7 @@ def test_delay_loses_no_document_when_layout_and_batch_size_change(packing, data
     trained = Counter(length for e in entries(log) for lengths in e["lengths"] for length in lengths)
 
     def listed(run):
-        pieces = run._splits["train"].samples.pieces(0, packer["drawn_samples"])
+        pieces = run._splits["train"].samples.documents(0, packer["drawn_samples"])
         (tmp_path / "samples").write_text(json.dumps(pieces["length"].tolist()))
         raise KeyboardInterrupt
 

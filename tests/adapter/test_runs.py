@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.training import training
 
 from megatron_wlb.adapter import plans
-from megatron_wlb.adapter.data import BatchDataset, Reading
+from megatron_wlb.adapter.data import BatchDataset, SampleReader
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.sources import datasets
 from megatron_wlb.adapter.training import Training
@@ -100,7 +100,7 @@ def test_data_workers_a_slow_disk_and_a_slow_planner_change_nothing(dataset, tmp
     flags = f"{layout} --num-layers 6 --global-batch-size 9 --num-workers".split()
     train(size, dataset, *flags, "0", log=tmp_path / "plain.jsonl")
     made = multiprocessing.get_context("fork").Value("i", 0)
-    get, rows, plan_packed = BatchDataset.__getitem__, Reading.rows, step.plan_packed
+    get, rows, plan_packed = BatchDataset.__getitem__, SampleReader.rows, step.plan_packed
 
     def in_a_worker(self, plan):
         assert torch.utils.data.get_worker_info() is not None
@@ -112,7 +112,7 @@ def test_data_workers_a_slow_disk_and_a_slow_planner_change_nothing(dataset, tmp
         return lambda *given: time.sleep(seconds) or call(*given)
 
     monkeypatch.setattr(BatchDataset, "__getitem__", in_a_worker)
-    monkeypatch.setattr(Reading, "rows", slow(rows, 0.003))
+    monkeypatch.setattr(SampleReader, "rows", slow(rows, 0.003))
     monkeypatch.setattr(step, "PLAN_AHEAD", 1)
     monkeypatch.setattr(step, "plan_packed", slow(plan_packed, 0.2))
     workers = train(size, dataset, *flags, "2", log=tmp_path / "workers.jsonl")

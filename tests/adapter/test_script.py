@@ -148,7 +148,7 @@ def test_bad_input_is_one_line_and_status_2(command, message):
 
 
 def parse():
-    script._parsing(arguments.parse_args, set(), [])()
+    script._wrap_parse_args(arguments.parse_args, set(), [])()
 
 
 @pytest.mark.parametrize(
@@ -347,12 +347,12 @@ def test_an_argument_that_has_no_row_is_said_where_it_is_set(monkeypatch):
         args.rank = 0
         return args
 
-    monkeypatch.setattr(script, "_settle", lambda args, given, said: None)
+    monkeypatch.setattr(script, "_finish_arguments", lambda args, given, said: None)
     for words, flags in (
         ("", ""),
         ("--of-tomorrow 3", ""),
         ("--of-tomorrow 4 --no-old-way", "--of-tomorrow --no-old-way"),
     ):
         monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--wlb", "--lr", "1", *words.split()])
-        script._parsing(parse, set(), said := [])()
+        script._wrap_parse_args(parse, set(), said := [])()
         assert said == ([f"> wlb: unknown to this release; trained as Megatron would: {flags}"] if flags else [])

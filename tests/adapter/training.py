@@ -191,7 +191,7 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str, ex
     if "--save" in argv:
         # Upstream's checkpoint writer starts this server by spawning, that is, by importing torch anew in every rank.
         filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-    script.teach()
+    script.patch_upstream()
     with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
         if "--wlb" in argv and not upstream().passes_functions:
             script.train()

@@ -152,7 +152,7 @@ def test_held_out_documents_are_never_trained(data):
         chosen = np.flatnonzero(data["held_out"] == held)[of.document_index]
         stream = np.concatenate([data["tokens"][ends[i] - data["lengths"][i] : ends[i]] for i in chosen]).tolist()
         for sample in range(len(of)):
-            rows = of.pieces(np.array([sample]))
+            rows = of.documents(np.array([sample]))
             begin = int(of.shuffle_index[sample]) * SHORT.context_length
             batch = corpus.micro_batch(rows)
             assert batch.tokens.tolist() == stream[begin:][: SHORT.context_length]

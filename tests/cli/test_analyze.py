@@ -164,13 +164,13 @@ def test_flags_to_add_are_those_that_were_given(data):
     assert (found.flags(), found.pins()) == (f"{given} --wlb-log run.jsonl", "")
     words = JOB.replace("--split 1", "--split 99,1,0"), "--data-path", data, "--wlb-memory-budget 1"
     found = setup(*words, "--wlb-max-tokens auto")
-    assert found.flags() == "--wlb --wlb-max-tokens auto --wlb-memory-budget 1.0" and not found.run.judged.remarks
+    assert found.flags() == "--wlb --wlb-max-tokens auto --wlb-memory-budget 1.0" and not found.run.screened.remarks
     assert found.pins() == f"--wlb-micro-batches {found.job.num_micro_batches} --wlb-max-tokens {found.job.max_tokens}"
     run = f"--num-gpus 1 {RUN} {JOB} --bf16 --wlb --data-path {data}"
-    (remark,) = setup(run).run.judged.remarks
+    (remark,) = setup(run).run.screened.remarks
     assert remark == "The data have no validation split; with --wlb the run needs --eval-iters 0."
     found = setup(run, "--eval-iters 0 --attention-dropout 0.1")
-    assert found.flags() == "--wlb --attention-dropout 0" and not found.run.judged.remarks
+    assert found.flags() == "--wlb --attention-dropout 0" and not found.run.screened.remarks
 
 
 def test_nothing_to_gain(tmp_path, capsys):
@@ -230,9 +230,9 @@ def test_masks_of_upstream_that_do_not_hold_are_named(long):
     masked = f"{RUN} {LARGE} {long} --dataloader-inter-document-masking"
     found = setup(masked)
     assert found.masks_documents
-    assert "tokens attend to other documents, and not to all of their own" in " ".join(found.run.judged.remarks)
+    assert "tokens attend to other documents, and not to all of their own" in " ".join(found.run.screened.remarks)
     alone = setup(masked.replace("--context-parallel-size 2", "--context-parallel-size 1"))
-    assert alone.masks_documents and "other documents" not in " ".join(alone.run.judged.remarks)
+    assert alone.masks_documents and "other documents" not in " ".join(alone.run.screened.remarks)
 
 
 @pytest.mark.parametrize(

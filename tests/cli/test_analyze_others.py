@@ -53,7 +53,7 @@ def test_megatron_dispatches_and_attends_as_its_flags_say(data):
         found = setup(words, f"--moe-token-dispatcher-type {dispatcher}" if dispatcher else "")
         job = found.without_wlb().job
         assert (found.job.moe_dispatcher, job.moe_dispatcher) == (ours, dispatcher.split(" ")[0] or "alltoall")
-        remarks = " ".join(found.run.judged.remarks)
+        remarks = " ".join(found.run.screened.remarks)
         assert ("--moe-flex-dispatcher-backend" in remarks) == (dispatcher == ncclep) and "refuses" not in remarks
         assert (found.job.fp8_attention, job.fp8_attention) == (False, True)
         assert attention_kernels(job)[0].tile < attention_kernels(found.job)[0].tile
@@ -89,7 +89,7 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
             profile=load_profile("h100-fa2"),
         )  # fmt: skip
         part = windows(np.full(200, 30_000), given.context_length)
-        found = alternatives.relieved(given, Samples(parts=[part], context_length=given.context_length))
+        found = alternatives.relieved(given, Samples(datasets=[part], context_length=given.context_length))
         assert replace(found, parallel=given.parallel) == given and (found == given or found.layers().sum() == 32)
         return found.parallel.split.pipeline_model_parallel_layout
 

@@ -32,7 +32,7 @@ def test_weights_of_a_blend_are_shares(prefixes):
         samples("--split 1 --data-path {} {} {} {}".format(*w))
         for w in ((0.7, prefixes[0], 0.3, prefixes[1]), (7, prefixes[0], 3, prefixes[1]))
     )
-    assert [len(part) for part in shares.parts] == [len(part) for part in counts.parts]
+    assert [len(part) for part in shares.datasets] == [len(part) for part in counts.datasets]
     for one, other in zip(shares.blend, counts.blend, strict=True):
         assert one.tolist() == other.tolist()
 
@@ -40,13 +40,13 @@ def test_weights_of_a_blend_are_shares(prefixes):
 def test_a_blend_may_have_more_datasets_than_files_may_be_open(prefixes):
     with limited(resource.RLIMIT_NOFILE, 100):
         found = samples("--split 1 --data-path", *prefixes[:2] * 200)
-    assert len(found.parts) == 400 and len(found.pieces(0, len(found)))
+    assert len(found.datasets) == 400 and len(found.documents(0, len(found)))
 
 
 def test_numbers_of_a_split_are_those_of_upstream(prefixes):
     texts = "60,20,20", "60:20:20", "[60 20 20]"
     alike = [samples(f"--data-path {prefixes[0]} --split {shlex.quote(text)}") for text in texts]
-    assert len({len(each.parts[0].lengths) for each in alike}) == 1
+    assert len({len(each.datasets[0].lengths) for each in alike}) == 1
     with pytest.raises(ValueError, match="--split 1e2,0,0: give shares"):  # four numbers
         samples(f"--data-path {prefixes[0]} --split 1e2,0,0")
 

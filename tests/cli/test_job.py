@@ -62,7 +62,7 @@ def test_memory_bounds_micro_batches():
     ):
         unknown = run("--wlb-max-tokens auto -- torchrun --nproc-per-node 1 pretrain_gpt.py", JOB, flags).on_device()
         assert unknown.budget is None and unknown.job().max_tokens == 1.25 * C
-        assert any(re.search(why, said) for said in (*unknown.notes, *unknown.judged.remarks))
+        assert any(re.search(why, said) for said in (*unknown.notes, *unknown.screened.remarks))
 
 
 def test_known_models_keep_their_sizes_in_other_layouts():
@@ -86,7 +86,7 @@ def test_tied_embeddings_count_once_on_one_stage():
 def test_a_gpu_chooses_profile_and_memory_and_what_proves_another_is_said_first():
     def found(*words):
         of_run = run(JOB, *words)
-        return of_run.job(), of_run.judged.remarks
+        return of_run.job(), of_run.screened.remarks
 
     assert found()[0].profile.name == found("--gpu h100")[0].profile.name == "h100-cudnn"
     job, remarks = found("--gpu B200 --fp8-format e4m3 --fp8-recipe mxfp8")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.cli.judge import usual
 from megatron_wlb.cli.launch import read_command, read_flags
+from megatron_wlb.cli.screen import usual
 from megatron_wlb.describe.arguments import Refused, rows
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
@@ -33,7 +33,7 @@ def test_a_command(data):
     assert (job.model.num_layers, job.model.padded_vocab_size) == (4, 256)
     assert job.model.ffn_hidden_size == 512 * 8 // 3 // 64 * 64
     ignored = "--use-flash-attn --max-position-embeddings --lr --min-lr --save"
-    assert found.run.judged.ignored == ignored.split()
+    assert found.run.screened.ignored == ignored.split()
 
 
 def test_typed_flags_take_precedence(data):
@@ -49,7 +49,7 @@ def test_typed_flags_take_precedence(data):
     assert (job.parallel, blend.prefixes) == (Parallel(dp=4), [data])
     assert (job.model.padded_vocab_size, job.model.num_layers, job.recompute.modules) == (512, 4, ())
     assert (job.packing.name, job.sharding.cp_gradients, job.num_micro_batches) == ("adaptive", "fp32", 8)
-    assert found.judged.ignored == ["--no-rope-fusion"]
+    assert found.screened.ignored == ["--no-rope-fusion"]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,11 @@ def test_our_own_slurm_scripts(name, gpus, chunks, shape, tmp_path):
     assert (parallel.num_gpus, job.context_length, parallel.pp, parallel.vpp) == (gpus, 131072, 4, chunks)
     assert (job.global_batch_size, job.packing.name) == (4 * parallel.dp, "adaptive")
     assert (job.model.num_layers, job.model.hidden_size, job.model.gated_linear_unit) == (*shape, True)
-    assert (found.run.arguments.seed, found.run.judged.refused) == (7, [])
+    assert (found.run.arguments.seed, found.run.screened.refused) == (7, [])
     assert blend.prefixes == [str(tmp_path / "corpus")]
-    assert not any("attention cross documents" in note for note in found.run.judged.remarks)  # they have --wlb already
+    assert not any(
+        "attention cross documents" in note for note in found.run.screened.remarks
+    )  # they have --wlb already
     assert not list(tmp_path.glob("runs*"))
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     for windows, more in itertools.product((4, 16), ("", full)):
@@ -163,12 +165,12 @@ def test_our_own_slurm_scripts(name, gpus, chunks, shape, tmp_path):
 
 def test_what_training_refuses_is_to_be_taken_out(capsys):
     """By the table of training, in `describe/arguments.py`; what is not simulated is refused here already."""
-    assert run(RUN, JOB, "--fim-data --rerun-mode report_stats").judged.refused == ["--fim-data", "--rerun-mode"]
-    assert run(RUN, JOB, "--rerun-mode disabled --attention-backend=flash --save dir").judged.refused == []
+    assert run(RUN, JOB, "--fim-data --rerun-mode report_stats").screened.refused == ["--fim-data", "--rerun-mode"]
+    assert run(RUN, JOB, "--rerun-mode disabled --attention-backend=flash --save dir").screened.refused == []
     for name in [name for name, row in rows(Refused) if row.unlike]:
         refused(capsys, f"{RUN} {JOB} --{name.replace('_', '-')} 8", " cannot be simulated; give")
     assert run(RUN, JOB, "--hybrid-override-pattern", "M*M*M").arguments.num_layers == 5
-    assert run(RUN, JOB, "--multi-latent-attention --window-size 64,0").judged.refused == []
+    assert run(RUN, JOB, "--multi-latent-attention --window-size 64,0").screened.refused == []
 
 
 def test_weight_shards_are_usual_where_they_are_the_ranks():
@@ -182,7 +184,7 @@ def test_what_training_refuses_together_is_said():
 
     def refusals(*words):
         nets = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --seq-length 4096"
-        remarks = run(*words, nets).judged.remarks
+        remarks = run(*words, nets).screened.remarks
         return [each.rpartition(" ")[2] for each in remarks if each.startswith("Training with --wlb refuses this run")]
 
     assert refusals(JOB) == refusals(RUN, JOB) == ["--swiglu."]
@@ -203,10 +205,10 @@ def test_a_misspelt_flag_is_refused(flag, meant, tmp_path, capsys):
 
 def test_what_training_switches_off_is_named():
     found = run(RUN, JOB, "--cuda-graph-impl local --log-max-attention-logit --dataloader-type single")
-    assert found.judged.refused == found.judged.ignored == []
+    assert found.screened.refused == found.screened.ignored == []
     said = "Switched off by --wlb: --cuda-graph-impl --log-max-attention-logit."
-    assert said in found.judged.remarks
-    assert not any("Switched" in remark for remark in run(RUN, JOB, "--cuda-graph-impl none").judged.remarks)
+    assert said in found.screened.remarks
+    assert not any("Switched" in remark for remark in run(RUN, JOB, "--cuda-graph-impl none").screened.remarks)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_what_training_switches_off_is_named():
     ],
 )
 def test_what_is_not_simulated_is_said(flags, note):
-    assert any(note in each for each in run(RUN, JOB, flags).judged.remarks)
+    assert any(note in each for each in run(RUN, JOB, flags).screened.remarks)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_what_is_not_simulated_is_said(flags, note):
 )
 def test_attention_across_documents_is_named(words, crosses):
     """Of a run; flags alone are none that exists. What upstream does with each mask, `tests/adapter` shows."""
-    (notes,) = ([note for note in run(words, JOB).judged.remarks if note.startswith("The run lets")],)
+    (notes,) = ([note for note in run(words, JOB).screened.remarks if note.startswith("The run lets")],)
     assert len(notes) == crosses and any("#2357" in note for note in notes) == (crosses and "reset-att" in words)
 
 
@@ -363,7 +365,7 @@ def test_words_that_belong_to_no_flag_are_refused(words, stranger):
 
 def test_flags_of_experts_are_refused_where_there_are_some():
     flags = f"{JOB} --moe-router-load-balancing-type quantile_balancing"
-    dense, experts = (run(f"-- {STARTS} {flags} {more}").judged for more in ("", "--num-experts 4"))
+    dense, experts = (run(f"-- {STARTS} {flags} {more}").screened for more in ("", "--num-experts 4"))
     assert dense.refused == [] and experts.refused == ["--moe-router-load-balancing-type"]
 
 
@@ -381,4 +383,4 @@ def test_files_of_clouds_hold_a_command_that_is_served(name):
     assert (replicas["replicas"] if replicas else file["num_nodes"]) == 8
     typed = "--mock-data --vocab-size 32000 --num-gpus 64"
     found, job, _ = described(typed, f"-- {' '.join(words[words.index('/opt/megatron_wlb/pretrain_gpt.py') :])}")
-    assert job.parallel == Parallel(tp=8, cp=2, pp=4, vpp=8) and not found.judged.refused
+    assert job.parallel == Parallel(tp=8, cp=2, pp=4, vpp=8) and not found.screened.refused

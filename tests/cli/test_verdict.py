@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.analyze.report import Steps, analyse, sources
-from megatron_wlb.cli.analyze.table import _predicted, in_words, sentences, verdict
+from megatron_wlb.cli.analyze.table import _predicted, rendered, sentences, verdict
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, printed, run, setup
 
@@ -118,8 +118,8 @@ def test_nothing_is_advised_to_a_run_that_training_refuses(tmp_path):
     command = f"{PIPELINE} -- torchrun --nproc-per-node 8 pretrain_gpt.py --fim-data"
     found = report(tmp_path, KINDS["few books among pages"][0], command)
     assert verdict(found)[1] == "gain"
-    assert [title for title, _ in in_words(found)["flags"]] == ["Add to the command", "Take out"]
-    refused = run(f"{command} --multi-latent-attention --position-embedding-type yarn").judged
-    assert refused.stops and not found.setup.run.judged.stops
-    found.setup.run = replace(found.setup.run, judged=refused)
-    assert in_words(found)["flags"] == []
+    assert [title for title, _ in rendered(found)["flags"]] == ["Add to the command", "Take out"]
+    refused = run(f"{command} --multi-latent-attention --position-embedding-type yarn").screened
+    assert refused.stops and not found.setup.run.screened.stops
+    found.setup.run = replace(found.setup.run, screened=refused)
+    assert rendered(found)["flags"] == []

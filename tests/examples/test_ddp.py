@@ -108,9 +108,9 @@ def test_the_ten_lines_of_the_readme_run(tmp_path, monkeypatch):
     trained = []
     exec(code, {"rank": 3, "world_size": 8, "num_steps": 2, "train_on": lambda *row: trained.append(row)})
     job = make_job(model=MODELS["llama2-7b"], parallel=Parallel(dp=8), context_length=131072, global_batch_size=64)
-    samples = Samples(parts=[windows(lengths, 131072)], context_length=131072)
+    samples = Samples(datasets=[windows(lengths, 131072)], context_length=131072)
     packer = Packer(samples, job)
     plans = [plan_step(packer, job, 3) for _ in range(2)]
     rows = [row for plan in plans for m in plan.micro_batches for row in m.documents]
-    order = samples.parts[0].document_index
+    order = samples.datasets[0].document_index
     assert trained == [(order[row["document"]], row["offset"], row["length"]) for row in rows]

@@ -11,7 +11,7 @@ from megatron_wlb.runtime.reference import expected, kernel_args
 from tests.covering import covering
 from tests.reference.chunks import per_document
 from tests.runtime.calls import ALL, WINDOWS, check, run
-from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs
+from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_shares, inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -86,14 +86,14 @@ def test_rows_further_apart_than_32_bits_count(backend):
     indirect=("backend",),
     backend=ON_GPU,
     lengths=LENGTHS,
-    sharding=SHARDINGS | {"in parts": in_parts},
+    sharding=SHARDINGS | {"in shares": in_shares},
     cp=[1, 2, 4],
     heads=HEADS,
 )
 def test_all_shards_of_a_plan(backend, lengths, sharding, cp, heads):
     plan = sharding(np.array(lengths, np.int64), cp)
     tensors = [x.cuda() for x in inputs(sum(lengths), heads, 64, torch.bfloat16)]
-    for window in (None,) if sharding is in_parts else (None, 100):
+    for window in (None,) if sharding is in_shares else (None, 100):
         poison()
         got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.2, window=window))
         assert_close(got, dense(*tensors, lengths, 0.2, window), TOLERANCE[torch.bfloat16])

@@ -130,7 +130,7 @@ def check(lengths, n, s_max, delay, layout, windows=None):
         seen.append(step.batch.documents)
     documents, data = np.sort(np.concatenate(seen), order="index"), samples(lengths, context_length=WINDOW, seed=None)
     documents["arrival"] = 0
-    np.testing.assert_array_equal(documents, data.pieces(0, len(data)))
+    np.testing.assert_array_equal(documents, data.documents(0, len(data)))
 
 
 @st.composite

@@ -77,7 +77,7 @@ def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths):
         remained.append(int(rows["length"].sum()))
         seen += step.batch.documents["index"].tolist()
         assert (step.step - rows["arrival"]).max(initial=0) < 40
-    assert sorted(seen) == data.pieces(0, len(data))["index"].tolist()
+    assert sorted(seen) == data.documents(0, len(data))["index"].tolist()
     assert max(remained) <= BACKLOG_STEPS * n * window
 
 
@@ -152,7 +152,7 @@ def test_data_runs_once_and_to_its_end(packing, lengths, num_micro_batches, cont
         ran.append(step.batch.documents)
         assert len(ran) <= sum(lengths) + 31
 
-    rows, expected = np.concatenate(ran), data.pieces(0, len(data))
+    rows, expected = np.concatenate(ran), data.documents(0, len(data))
     np.testing.assert_array_equal(tokens(rows), tokens(expected))
     if packing.name != "fixed":
         assert len(rows) == len(expected), "nothing is cut"

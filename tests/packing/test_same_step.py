@@ -102,7 +102,7 @@ def test_a_step_has_the_pieces_of_its_own_samples(lengths, layout, rounds, windo
     data, running = samples(lengths), packer(given, lengths)
     for first in range(0, len(data), windows):
         step = running.next()
-        own = data.pieces(first, min(first + windows, len(data)))
+        own = data.documents(first, min(first + windows, len(data)))
         np.testing.assert_array_equal(tokens(step.batch.documents), tokens(own))
         assert len(step.batch.documents) == len(own), "nothing is cut"
         assert step.batch.sums(step.batch.documents["length"]).max() <= given.max_tokens
@@ -125,10 +125,10 @@ def test_the_largest_micro_batch_weighs_what_it_costs():
     """With its weight where all rounds wait for it, as with a delay, steps of this job take 2 % more time."""
     layout = {"num_micro_batches": 16, "context_length": 1 << 17, "tp": 8, "pp": 2, "vpp": 4, "dp": 2}
     given = job(model=MODELS["llama2-7b"], profile=load_profile("h100-cudnn"), **layout)
-    drawn = Samples(parts=[windows(f2(4000, 1), 1 << 17)], context_length=1 << 17)
+    drawn = Samples(datasets=[windows(f2(4000, 1), 1 << 17)], context_length=1 << 17)
     weights, times = cost_weights(given.schedule()), np.zeros(2)
     for step in range(6):
-        documents = drawn.pieces(16 * step, 16 * step + 16)
+        documents = drawn.documents(16 * step, 16 * step + 16)
         lengths, batch = documents["length"], placed(documents, given, 16)
         rows, bounds = _native.place_documents(lengths, given.work(lengths), sizes(given, 16, 2, weights))
         other = PackedBatch(documents=documents[rows], bounds=bounds, ranks=batch.ranks)

@@ -66,7 +66,7 @@ def drawn(rng):
         recompute=Recompute(granularity=recompute, modules=("core_attn",) if recompute == "selective" else ()),
     )
     lengths = documents(np.random.default_rng(seed), kind, window, 12 * size * window)
-    return job, Samples(parts=[windows(lengths, window, seed=seed)], context_length=window)
+    return job, Samples(datasets=[windows(lengths, window, seed=seed)], context_length=window)
 
 
 def documents(rng, kind, window, total):
@@ -88,7 +88,7 @@ def digest(plan):
     for micro_batch in plan.micro_batches:
         shards = micro_batch.shards
         said.update(micro_batch.documents.tobytes() + shards.lengths.tobytes())
-        said.update(repr((shards.strategy, shards.shares, float(shards.time))).encode())
+        said.update(repr((shards.strategy, shards.key_bounds, float(shards.time))).encode())
         for shard in shards.shards:
             for call in shard.calls:
                 said.update(call.tobytes())

@@ -59,7 +59,7 @@ def assert_same_step(one, other):
 
 def assert_every_token_once(steps):
     documents = np.concatenate([step.batch.documents for step in steps])
-    np.testing.assert_array_equal(tokens(documents), tokens(DATA.pieces(0, len(DATA))))
+    np.testing.assert_array_equal(tokens(documents), tokens(DATA.documents(0, len(DATA))))
 
 
 @pytest.mark.parametrize("same_step", SAME_STEP.values(), ids=SAME_STEP)
@@ -71,7 +71,7 @@ def test_a_step_trains_its_own_samples_wherever_a_run_begins(same_step):
         packer = Packer(data, described, first_sample=first, step=7)
         for k, step in enumerate(steps_of(packer)):
             begin = first + k * batch
-            own = data.pieces(begin, min(begin + batch, len(data)))
+            own = data.documents(begin, min(begin + batch, len(data)))
             own["arrival"] = 7 + k
             assert (step.step, step.first, step.num_waiting) == (7 + k, begin, 0)
             np.testing.assert_array_equal(step.drawn, own)
@@ -84,12 +84,12 @@ def test_a_step_of_rows_without_a_token_is_refused():
     """A resumed run would begin elsewhere; the last one of the data is none."""
     begins, given = np.arange(9), np.array([5, 9, 0, 0, 7, 7, 0, 0])
     rows = Rows(rows=begins[:-1], begins=begins, lengths=given, context_length=C, num_samples=8)
-    packer = Packer(Samples(parts=[rows], context_length=C), job(num_micro_batches=2))
+    packer = Packer(Samples(datasets=[rows], context_length=C), job(num_micro_batches=2))
     assert packer.next().batch.documents["document"].tolist() == [0, 1]
     for asked in (packer.check, packer.next):
         with pytest.raises(ValueError, match="no document begins, or is trained, in the 2 samples from 2 on; "):
             asked()
-    left = Packer(Samples(parts=[rows], context_length=C), job(num_micro_batches=2), first_sample=4)
+    left = Packer(Samples(datasets=[rows], context_length=C), job(num_micro_batches=2), first_sample=4)
     assert [step.batch.documents["document"].tolist() for step in steps_of(left)] == [[4, 5]]
 
 

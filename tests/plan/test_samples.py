@@ -31,7 +31,7 @@ class Stream:
         return place, offset
 
     def pieces(self, window, number):
-        """As `Windows.pieces` gives them for the `number`th of its samples."""
+        """As `Windows.documents` gives them for the `number`th of its samples."""
         rows, first = {}, window * self.context_length
         for at, (place, offset) in enumerate(self.tokens[first : first + self.context_length]):
             index, begin, length = rows.get(place, (number * self.context_length + at, offset, 0))
@@ -62,8 +62,8 @@ def test_pieces_are_those_of_the_stream_written_out(made, data):
     """Empty documents, documents of many windows, several epochs, any samples in any order."""
     given, stream = made
     chosen = data.draw(st.lists(st.integers(0, len(given) - 1), max_size=8))
-    rows = [row for i, sample in enumerate(chosen) for row in stream.pieces(int(given.shuffle_index[sample]), i)]
-    assert given.pieces(np.array(chosen, np.int64)).tolist() == rows
+    rows = [row for i, sample in enumerate(chosen) for row in stream.documents(int(given.shuffle_index[sample]), i)]
+    assert given.documents(np.array(chosen, np.int64)).tolist() == rows
 
 
 @given(streams(), st.data())
@@ -100,8 +100,8 @@ def test_windows_have_every_token_of_their_epochs_but_the_last_ones(lengths, con
     assert sorted(made.document_index) == sorted([*range(len(lengths))] * epochs)
     stream = Stream(made.document_index, lengths, context_length)
     assert sorted(made.shuffle_index) == list(range(stream.windows))
-    rows = [row for i, window in enumerate(made.shuffle_index) for row in stream.pieces(int(window), i)]
-    assert made.pieces(np.arange(len(made))).tolist() == rows
+    rows = [row for i, window in enumerate(made.shuffle_index) for row in stream.documents(int(window), i)]
+    assert made.documents(np.arange(len(made))).tolist() == rows
     if seed is None:
         assert made.document_index.tolist() == [*range(len(lengths))] * epochs
         assert made.shuffle_index.tolist() == [*range(len(made))]
@@ -115,9 +115,9 @@ def test_what_is_no_length_and_parts_of_another_window_are_refused():
         with pytest.raises(ValueError, match=f"context_length is {size}; it must be int >= 1"):
             windows(LONG, size)
     with pytest.raises(
-        ValueError, match="parts have other windows than the samples' 32 tokens; give all one context_len"
+        ValueError, match="datasets have other windows than the samples' 32 tokens; give all one context_len"
     ):
-        Samples(parts=[windows(LONG, 64)], context_length=32)
+        Samples(datasets=[windows(LONG, 64)], context_length=32)
 
 
 @given(
@@ -147,7 +147,7 @@ def test_rows_have_their_documents_up_to_the_window(of_rows, context_length, num
             if kept > 0:
                 expected.append((number * context_length + place, 0, int(begins[row]) + k, 0, kept, 0))
             place += max(kept, 0)
-    assert part.pieces(np.arange(first, num_samples)).tolist() == expected
+    assert part.documents(np.arange(first, num_samples)).tolist() == expected
 
 
 LONG = np.random.default_rng(0).integers(0, 300, 200)
@@ -158,23 +158,23 @@ BLEND = [LONG, LONG[:50] // 3, np.array([65, 1, 900])]
 @pytest.mark.parametrize("data", [BLEND[:1], BLEND], ids=["one", "blend"])
 def test_samples_are_those_of_their_parts_one_by_one(data, order):
     made = samples(*data)
-    made = Samples(parts=made.parts, blend=made.blend, context_length=64, order=order)
+    made = Samples(datasets=made.datasets, blend=made.blend, context_length=64, order=order)
     expected = []
     for place in range(len(made)):
         sample = place if order is None else order(place)
         dataset, number = (int(each[sample]) for each in made.blend) if made.blend else (0, sample)
-        for row in made.parts[dataset].pieces(np.array([number])).tolist():
+        for row in made.datasets[dataset].documents(np.array([number])).tolist():
             expected.append((row[0] + place * 64, dataset, *row[2:]))
     for step in (1, 7, len(made)):
-        parts = [made.pieces(first, min(first + step, len(made))) for first in range(0, len(made), step)]
+        parts = [made.documents(first, min(first + step, len(made))) for first in range(0, len(made), step)]
         assert np.concatenate(parts).tolist() == expected
     index = np.array([row[0] for row in expected])
     assert (np.diff(index) > 0).all() and set(index // 64) == set(range(len(made)))
     if order is None:
         ends = "the data ends: samples {0} to {1} of {2}; train fewer steps"
         with pytest.raises(ValueError, match=ends.format(5, len(made) + 1, len(made))):
-            made.pieces(5, len(made) + 1)
-    assert len(made.pieces(3, 3)) == 0
+            made.documents(5, len(made) + 1)
+    assert len(made.documents(3, 3)) == 0
 
 
 def test_other_seeds_give_other_orders():

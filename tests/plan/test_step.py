@@ -80,7 +80,7 @@ def test_the_gain_of_packing_by_hand():
     """Windows of two documents and of 64 by turns: in Megatron's order, one rank has all of the long ones."""
     long, short = [32] * 2, [1] * 64
     work = [64 * (32 + 32), 64 * (1 + 32)]
-    own = samples([*long, *short, *long, *short, 1], seed=None).pieces(0, 4)
+    own = samples([*long, *short, *long, *short, 1], seed=None).documents(0, 4)
     for layout, theirs, ours in (
         ({"dp": 2}, 2 * work[0], sum(work)),
         ({"pp": 2}, 2 * sum(work) + work[0], 2 * sum(work) + sum(work) / 2),
@@ -104,7 +104,7 @@ def test_packing_gains_nothing_over_itself_and_where_documents_are_alike(layout)
         packed = given.next()
         assert packing_gain(packed.batch, packed.drawn, same) == 1
         assert packing_gain(arranged(packed.drawn, replace(ours, max_tokens=256)), packed.drawn, ours) > 0.99
-    alike = samples([16] * 33, seed=None).pieces(0, 8)
+    alike = samples([16] * 33, seed=None).documents(0, 8)
     assert packing_gain(arranged(alike, ours), alike, ours) == 1
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.cost.attention import Directions
-from megatron_wlb.documents import Keys, Round, Shard, ShardPlan
+from megatron_wlb.documents import Keys, RoundKeys, Shard, ShardPlan
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.sharding.routing import Ownership as _Ownership
 from megatron_wlb.sharding.select import RoundCosts
@@ -45,7 +45,7 @@ class Load(NamedTuple):
     tiles: np.ndarray
     """float64 [3, cp]: tiles, query tiles and hidden tiles, see `KernelModel`."""
     merged: np.ndarray
-    """int64 [cp]: query tiles that are added to what other parts have."""
+    """int64 [cp]: query tiles that are added to what other rounds have."""
     rows: np.ndarray
     """float64 [2, cp]: rows of K and V that arrive, and that leave, once for every rank that needs them."""
 
@@ -80,7 +80,7 @@ class Loads:
         self._held, self._kernel, self._rows = held, kernel, held.rows()
         self._pieces = held.by_rank(np.stack((1 - held.tails, held.tails), axis=1))
 
-    def of(self, documents: np.ndarray, of: Round) -> Load:
+    def of(self, documents: np.ndarray, of: RoundKeys) -> Load:
         """Of documents on several ranks, int64 [n], in one round."""
         held, nothing = self._held, np.zeros(self._held.cp, np.int64)
         if of is Keys.SHARED:
@@ -172,7 +172,7 @@ def in_rounds(plan: ShardPlan, costs: RoundCosts) -> ShardPlan:
         during = [loads.of(shared, each) for each in rounds if each is not Keys.OWN]
         return sum(times([whole, *own], during, costs, held)[1])
 
-    tried = [regrouped(plan, shares) for shares in ((), *(costs.shares if len(shared) else ()))]
+    tried = [regrouped(plan, bounds) for bounds in ((), *(costs.key_bounds if len(shared) else ()))]
     return min((replace(each, time=time(each)) for each in tried), key=lambda each: each.time)
 
 
@@ -187,8 +187,8 @@ def _of_whole(held: Ownership, kernel: KernelModel) -> Load:
     return Load(calls, tiles, np.zeros(held.cp, np.int64), np.zeros((2, held.cp)))
 
 
-def regrouped(plan: ShardPlan, shares: Sequence[float] = ()) -> ShardPlan:
-    """The plan with the calls that attention in rounds has, and `shares`."""
+def regrouped(plan: ShardPlan, key_bounds: Sequence[float] = ()) -> ShardPlan:
+    """The plan with the calls that attention in rounds has, and `key_bounds`."""
     held = Ownership(plan)
     shared = held.is_shared[held.segments["document"]]
     kept = shared | (held.segments["start"] == 0)
@@ -199,4 +199,4 @@ def regrouped(plan: ShardPlan, shares: Sequence[float] = ()) -> ShardPlan:
     bounds = np.searchsorted(call[order], np.arange(len(plan.shards) * 3 + 1))
     calls = (segments[order[i:j]] for i, j in itertools.pairwise(bounds))
     shards = tuple(Shard(calls=each) for each in itertools.batched(calls, 3))
-    return replace(plan, shards=shards, shares=tuple(shares))
+    return replace(plan, shards=shards, key_bounds=tuple(key_bounds))

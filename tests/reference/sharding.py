@@ -22,7 +22,7 @@ def choose_sharding(
     kernel: KernelModel,
     costs: RoundCosts | None,
 ) -> tuple[object, ...]:
-    """Strategy, time, SEGMENT columns, bounds of calls, and shares of the best sharding."""
+    """Strategy, time, SEGMENT columns, bounds of calls, and key bounds of the best sharding."""
     plans = (timed(plan, kernel) for plan in candidates(length, cp_size, strategies, most_shares, kernel))
     plan = min(plans, key=lambda plan: plan.time)
     if costs is not None:
@@ -32,7 +32,7 @@ def choose_sharding(
     calls = [call for shard in plan.shards for call in shard.calls]
     rows = np.concatenate(calls, dtype=SEGMENT).view(np.int64).reshape(-1, 3)
     bounds = np.cumsum([0, *map(len, calls)]).tolist()
-    return plan.strategy, plan.time, rows, bounds, list(plan.shares)
+    return plan.strategy, plan.time, rows, bounds, list(plan.key_bounds)
 
 
 def candidates(
@@ -60,7 +60,7 @@ def timed(plan: ShardPlan, kernel: KernelModel) -> ShardPlan:
 def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
     """Return the predicted attention of every rank, float64 [cp], in kernel units."""
     calls, *tiles = np.array([kernel.count_shard(shard.calls)[:3] for shard in plan.shards]).T
-    launches = calls * (kernel.parts if moved_rows(plan).any() else 1)
+    launches = calls * (kernel.launches if moved_rows(plan).any() else 1)
     hidden = [kernel.count_shard(shard.calls[1:])[3] for shard in regrouped(plan).shards]
     work: np.ndarray = kernel.time(launches, *tiles, np.array(hidden))
     return work

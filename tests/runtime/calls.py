@@ -23,7 +23,7 @@ CALLS = {
     "giant": [(0, 3), (1, 1), (150, 260), (0, 4), (2, 2)],
 }
 WINDOWS = [None, 0, 1, 20, 64, 300]
-# As in parts of a document: queries that see all keys of their entry, some of them more than there are keys.
+# As in shares of a document: queries that see all keys of their entry, some of them more than there are keys.
 FULL = {"few keys": [(40, 7)], "one key": [(1, 1), (9, 1)], "many": [(3, 90), (0, 5), (130, 64), (0, 70), (64, 129)]}
 ALL = {name: (entries, True) for name, entries in CALLS.items()}
 ALL |= {f"full, {name}": (entries, False) for name, entries in FULL.items()}

@@ -39,8 +39,8 @@ def _in_rounds(lengths: np.ndarray, cp: int) -> ShardPlan:
     return regrouped(_hybrid(lengths, cp))
 
 
-def in_parts(lengths: np.ndarray, cp: int) -> ShardPlan:
-    """Hybrid, with shared documents in parts: own keys, others in three shares.
+def in_shares(lengths: np.ndarray, cp: int) -> ShardPlan:
+    """Hybrid, with shared documents in shares: own keys, others in three shares.
 
     The first is so small that some queries see no key of it.
     """
@@ -138,7 +138,7 @@ def by_hand(
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
     if options.latents:
         moving, moved = all_to_all._ExchangeRows, SimpleNamespace()
-        kv = moving.forward(moved, side_by_side(k, v), all_to_all.parts_at_once(metadata), group)
+        kv = moving.forward(moved, side_by_side(k, v), all_to_all.rounds_at_once(metadata), group)
         out = function.forward(ctx, q, kv, None, None, metadata, None, options)
         dq, dkv, *_ = function.backward(ctx, dout)
         return out, dq, *keys_and_values(moving.backward(moved, dkv)[0], q.shape[-1])

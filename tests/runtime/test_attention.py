@@ -10,11 +10,11 @@ from megatron_wlb.model import shape
 from megatron_wlb.runtime import all_to_all, attention, measure
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
-from megatron_wlb.runtime.metadata import Part, ShardMetadata
+from megatron_wlb.runtime.metadata import Round, ShardMetadata
 from tests.covering import covering
 from tests.reference.chunks import per_document, per_sequence
 from tests.runtime.calls import Float64
-from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs, local_rows
+from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_shares, inputs, local_rows
 
 LENGTHS = {
     "ones": [1] * 16,
@@ -48,7 +48,7 @@ def silent_group(monkeypatch):
 @covering(
     backend=BACKENDS,
     lengths=LENGTHS,
-    sharding=SHARDINGS | {"in parts": in_parts},
+    sharding=SHARDINGS | {"in shares": in_shares},
     cp=[1, 2, 3, 4, 8],
     heads=HEADS,
     dtype=[FP64, FP32, BF16],
@@ -59,7 +59,7 @@ def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, 
     lengths = [*lengths, missing] if missing else lengths
     tensors = inputs(sum(lengths), heads, HEAD_SIZE, dtype)
     plan = sharding(np.array(lengths, np.int64), cp)
-    latents = latents and sharding is not in_parts
+    latents = latents and sharding is not in_shares
     got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.3, latents=latents))
     assert all(x.dtype == dtype for x in got)
     # Ranks round their shares of dK and dV before they add them up.
@@ -69,7 +69,7 @@ def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, 
 def test_what_is_measured_is_what_runs(monkeypatch):
     """Every call of forward and backward of a rank, in all rounds, with as many keys."""
     lengths, model = np.array([96, 5, 61, 18, 34], np.int64), shape(1, 64, 1, 8, 2, 0, kv_channels=HEAD_SIZE)
-    plan, backend, seen = in_parts(lengths, 2), Float64(), []
+    plan, backend, seen = in_shares(lengths, 2), Float64(), []
     assert len(plan.rounds) > 3
 
     def watched(way, compute):
@@ -125,7 +125,7 @@ def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
         run = getattr(attention, name)
 
         def watched(*given, run=run):
-            exchanged.append(bool(next(x for x in given if isinstance(x, Part)).sent))
+            exchanged.append(bool(next(x for x in given if isinstance(x, Round)).sent))
             return run(*given)
 
         monkeypatch.setattr(attention, name, watched)

@@ -18,7 +18,7 @@ from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.covering import covering
 from tests.runtime.calls import Float64
-from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_parts, inputs, local_rows
+from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_shares, inputs, local_rows
 from tests.worlds import run_world
 
 LENGTHS = [5, 61, 18, 33, 1, 42, 24, 8]
@@ -26,17 +26,17 @@ BF16_GRADIENTS = {"gradients_in_fp32": False}
 
 
 def _plan(lengths, sharding, cp):
-    return (SHARDINGS | {"in parts": in_parts})[sharding](np.array(lengths, np.int64), cp)
+    return (SHARDINGS | {"in shares": in_shares})[sharding](np.array(lengths, np.int64), cp)
 
 
 WAYS = {
     "per-sequence": ("per-sequence", False, None),
     "windowed": ("per-sequence", False, 7),
     "windowed in rounds": ("in rounds", False, 7),
-    "windowed beside parts": ("in parts", False, 7),
+    "windowed beside shares": ("in shares", False, 7),
     "per-document": ("per-document", False, None),
     "in rounds": ("in rounds", False, None),
-    "in parts": ("in parts", False, None),
+    "in shares": ("in shares", False, None),
     "keys that came before": ("hybrid", True, None),
     "keys that came before, whole ones first": ("in rounds", True, None),
     "windowed keys that came before": ("per-sequence", True, 7),
@@ -129,7 +129,7 @@ def _gradients_of_rows():
     plan = SHARDINGS["per-document"](np.array(LENGTHS, np.int64), dist.get_world_size())
     metadata = ShardMetadata.build(plan, rank, get_backend("cpu", "cpu").encode)
     rows = torch.ones(metadata.num_rows, 3, dtype=torch.bfloat16, requires_grad=True)
-    keys, part = exchange_rows(rows, metadata, dist.group.WORLD), metadata.parts[0]
+    keys, part = exchange_rows(rows, metadata, dist.group.WORLD), metadata.rounds[0]
     given = torch.ones_like(keys)
     given[part.own_keys] = 256
     keys.backward(given)
@@ -148,7 +148,10 @@ def test_gradients_of_exchanged_rows_are_summed_in_fp32():
 
 
 def test_rows_that_do_not_fit_the_plan_are_refused():
-    for sharding, message in (("in parts", "whose cp_exchange is latents"), ("per-document", "rows, but the shard of")):
+    for sharding, message in (
+        ("in shares", "whose cp_exchange is latents"),
+        ("per-document", "rows, but the shard of"),
+    ):
         metadata = ShardMetadata.build(_plan(LENGTHS, sharding, 2), 0, CPU.encode)
         q, kv = torch.zeros(metadata.num_rows, 2, 4), torch.zeros(1, 2, 2, 4)
         with pytest.raises(ValueError, match=message):
@@ -167,7 +170,7 @@ def _calls(lengths, sharding, settings):
     metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
     q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(lengths), (8, 2), 16, torch.bfloat16))
     context_parallel_attention(q.requires_grad_(), k, v, metadata, dist.group.WORLD, options).backward(dout)
-    return calls, [(sum(documents.sent), sum(documents.received)) for documents in metadata.parts if documents.sent]
+    return calls, [(sum(documents.sent), sum(documents.received)) for documents in metadata.rounds if documents.sent]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_collectives_of_forward_and_backward(settings, forward, backward):
 
 
 def test_gradients_of_many_rounds_hold_up_no_keys():
-    for calls, _ in run_world(_calls, 2, LENGTHS, "in parts", {}):
+    for calls, _ in run_world(_calls, 2, LENGTHS, "in shares", {}):
         assert {call[1:] for call in calls} == {(torch.bfloat16, True), (torch.float32, False)}
 
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends.flash import AtenBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
-from tests.runtime.oracle import SHARDINGS, by_hand, in_parts
+from tests.runtime.oracle import SHARDINGS, by_hand, in_shares
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = np.array([700, 33, 5, 1, 290, 3], np.int64)
@@ -33,7 +33,7 @@ def gpu(rows: int, heads: int) -> torch.Tensor:
 
 
 def forward_and_backward() -> None:
-    for sharding, window in (*product(SHARDINGS.values(), (None, 64)), (in_parts, None)):
+    for sharding, window in (*product(SHARDINGS.values(), (None, 64)), (in_shares, None)):
         metadata = ShardMetadata.build(sharding(LENGTHS, CP), CP_RANK, AtenBackend.encode, windows=(window,))
         options = AttentionOptions(backend=AtenBackend(), window=window)
         with FakeTensorMode() as mode:

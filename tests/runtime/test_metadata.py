@@ -27,7 +27,7 @@ def test_rows_and_positions_follow_the_plan(sharding, cp):
     for rank, rows in enumerate(of_ranks.split(184 // cp)):
         metadata = ShardMetadata.build(plan, rank, varlen, in_order=True)
         assert torch.equal(metadata.positions, position[rows]) and metadata.num_rows == 184 // cp
-        called = [np.arange(184 // cp)[part.rows][call.rows] for part in metadata.parts for call in part.calls]
+        called = [np.arange(184 // cp)[part.rows][call.rows] for part in metadata.rounds for call in part.calls]
         assert np.concatenate(called).tolist() == [*range(184 // cp)]
     packed = metadata.packed
     assert torch.equal(of_ranks[packed.from_ranks], torch.arange(184))
@@ -45,15 +45,15 @@ def test_te_is_given_few_numbers_of_entries():
     for n in (1, 31, 32, 33, 64, 65, 700):
         plan = per_document(np.full(n, 2, np.int64), 1)
         metadata = ShardMetadata.build(plan, 0, TeBackend.encode)
-        counts += {table.shape[1] - 1 for table in metadata.parts[0].tables}
+        counts += {table.shape[1] - 1 for table in metadata.rounds[0].tables}
     assert counts == [32, 32, 32, 64, 64, 128, 1024]
 
 
 def test_what_is_whole_on_a_rank_copies_no_keys():
-    (documents,) = ShardMetadata.build(shard(LENGTHS, job()), 0, varlen).parts
+    (documents,) = ShardMetadata.build(shard(LENGTHS, job()), 0, varlen).rounds
     assert documents.keys_are_rows and documents.sent == ()
-    assert not ShardMetadata.build(SHARDINGS["per-document"](LENGTHS, 1), 0, varlen).parts[0].keys_are_rows
-    whole, shared = ShardMetadata.build(SHARDINGS["in rounds"](LENGTHS, 2), 0, varlen).parts
+    assert not ShardMetadata.build(SHARDINGS["per-document"](LENGTHS, 1), 0, varlen).rounds[0].keys_are_rows
+    whole, shared = ShardMetadata.build(SHARDINGS["in rounds"](LENGTHS, 2), 0, varlen).rounds
     assert whole.keys_are_rows and len(whole.calls) == 1 and not shared.keys_are_rows
 
 
@@ -62,9 +62,9 @@ def test_one_buffer_moves_and_pickles_everything():
     assert len(pickle.dumps(metadata)) < metadata.integers.nbytes + 4000
     copy = pickle.loads(pickle.dumps(metadata))
     assert torch.equal(copy.positions, metadata.positions)
-    assert torch.equal(copy.parts[0].tables[1], metadata.parts[0].tables[1])
+    assert torch.equal(copy.rounds[0].tables[1], metadata.rounds[0].tables[1])
     moved = metadata.to("meta", non_blocking=True)
-    (documents,) = moved.parts
+    (documents,) = moved.rounds
     tensors = (moved.positions, documents.gather, documents.own_keys, *documents.tables)
     assert all(x.device.type == "meta" for x in tensors)
     # A DataLoader's worker may be sent what encodes its calls.

@@ -50,8 +50,8 @@ def test_what_is_chosen_is_what_is_predicted(sharding, case, windowed):
     chosen = in_rounds(plan, round_costs(given_job))
     assert chosen.time == pytest.approx(predicted(chosen, given_job))
     assert chosen.time <= predicted(regrouped(plan), given_job) * (1 + 1e-9)
-    assert not (windowed and chosen.shares)
-    assert not chosen.shares or (chosen.shares[0], chosen.shares[-1]) == (0, 1)
+    assert not (windowed and chosen.key_bounds)
+    assert not chosen.key_bounds or (chosen.key_bounds[0], chosen.key_bounds[-1]) == (0, 1)
 
 
 @given(micro_batches(), st.sampled_from([0, 1, 127, 1023, 30_000, 1 << 20]))
@@ -78,11 +78,11 @@ def test_without_a_unit_of_time_shared_documents_go_together():
 
 
 def test_a_job_shards_for_the_least_time_of_both():
-    """Documents on ranks of different nodes: all that are shared come in parts."""
+    """Documents on ranks of different nodes: all that are shared come in shares."""
     given_job = job_of(8, tp=8, model=MODELS["llama2-70b"])
     lengths = np.array([100_000, 8_000, 8_000, 7_000, 4_072, 4_000], np.int64)
     plan = shard(lengths, given_job)
-    assert plan.shares and Ownership(plan).is_shared.sum() > 1
+    assert plan.key_bounds and Ownership(plan).is_shared.sum() > 1
     assert plan.time == pytest.approx(predicted(plan, given_job))
 
 
@@ -93,7 +93,7 @@ def test_hidden_tiles_are_paid_for_where_documents_go_together_and_so_they_go_in
     sizes = {"tp": 8, "model": MODELS["codellama-34b"], "context_length": 1 << 19}
     without, given_job = (job_of(8, profile=profile, **sizes) for profile in (free, paying))
     together, apart = shard(lengths, without), shard(lengths, given_job)
-    assert not together.shares and apart.shares
+    assert not together.key_bounds and apart.key_bounds
     (_, before), _ = attention_times(together, without)
     (_, after), _ = attention_times(together, given_job)
     kernel = attention_kernels(given_job)[1]

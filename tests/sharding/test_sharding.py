@@ -23,7 +23,7 @@ from tests.reference.sharding import choose_sharding
 
 FLOPS = sharding_kernel(job())
 H100 = sharding_kernel(job(cp=8, profile=load_profile("h100-fa2")))
-COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, parts=2, exchange=0.25)
+COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, launches=2, exchange=0.25)
 KERNELS = [FLOPS, H100, COARSE, replace(COARSE, hidden=0.75)]
 PROFILES = [
     load_profile("h100-fa2"),
@@ -236,9 +236,9 @@ def test_a_micro_batch_is_padded_once_at_its_end(lengths, cp, tp):
         ({"strategies": []}, "nothing is tried"),
         ({"kernel": replace(FLOPS, tile_rows=2)}, "rounds have tiles of another size"),
         ({"costs": replace(COSTS, backward=COARSE)}, "forward and backward have tiles of different sizes"),
-        ({"costs": replace(COSTS, shares=((0.0,),))}, "shares must be two or more from 0 to 1"),
-        ({"costs": replace(COSTS, shares=((0.0, 1.5),))}, "shares must be two or more from 0 to 1"),
-        ({"costs": replace(COSTS, shares=((0.0, np.nan),))}, "shares must be two or more from 0 to 1"),
+        ({"costs": replace(COSTS, key_bounds=((0.0,),))}, "key bounds must be two or more from 0 to 1"),
+        ({"costs": replace(COSTS, key_bounds=((0.0, 1.5),))}, "key bounds must be two or more from 0 to 1"),
+        ({"costs": replace(COSTS, key_bounds=((0.0, np.nan),))}, "key bounds must be two or more from 0 to 1"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(changes, message):

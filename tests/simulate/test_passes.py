@@ -153,7 +153,7 @@ def test_ranks_that_divide_experts_wait_in_every_layer(recompute):
 
 
 def test_rounds_and_rings_hide_the_exchange():
-    """Two documents on all ranks: in windows all at once, else in parts in the shadow of own keys."""
+    """Two documents on all ranks: in windows all at once, else in shares in the shadow of own keys."""
     given = job(tp=2, cp=8, model=replace(TOGETHER, num_query_groups=1))
     shards = shards_of(given, [[98304, 32768]], "per-document")
     # All rows but its own come to a rank, and nothing hides them.
@@ -168,7 +168,7 @@ def test_rounds_and_rings_hide_the_exchange():
     np.testing.assert_allclose(ring.attention[0], calls + sums)
     parts = replace(given, model=replace(given.model, pattern="*"))
     (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
-    assert plan.shares
+    assert plan.key_bounds
     assert layer_times(parts, in_parts)[0].exchange < whole / 16
 
 
@@ -176,7 +176,7 @@ def test_a_window_sees_and_moves_what_is_in_it():
     """Of a document on all ranks; a window of all of it takes what no window takes, and layers add up by kind."""
     full = job(tp=2, cp=8, model=replace(SMALL, num_query_groups=1))
     (plan,) = shards_of(full, [[131072]])
-    plan = replace(plan, shares=())
+    plan = replace(plan, key_bounds=())
     whole, near = attention_times(plan, full, 1 << 20), attention_times(plan, full, 1023)
     for i in range(2):
         np.testing.assert_allclose(whole[i], attention_times(plan, full)[i])

@@ -80,12 +80,12 @@ def test_a_log_says_what_the_flags_say(name, blocks, tmp_path):
     assert log.job.parallel.expert_tp == command.job.parallel.expert_tp
     for each in ("seed", "data_path", "micro_batch_size"):
         assert getattr(log.run.arguments, each) == getattr(command.run.arguments, each), each
-    assert log.run.judged.left_out == command.run.judged.left_out
-    assert set(log.run.judged.refused) == set(command.run.judged.refused)
+    assert log.run.screened.left_out == command.run.screened.left_out
+    assert set(log.run.screened.refused) == set(command.run.screened.refused)
     assert (log.run.arguments.split or "969,30,1").replace(" ", "") == (command.run.arguments.split or "969,30,1")
     overlaps = [bool(each.run.launched.stated.get("tp_comm_overlap")) for each in (log, command)]
     assert overlaps == [name == "refused"] * 2
-    assert not [note for note in log.run.judged.remarks if re.search("Not simulated|refuses this run", note)]
+    assert not [note for note in log.run.screened.remarks if re.search("Not simulated|refuses this run", note)]
 
 
 def test_flags_take_as_many_words_as_upstreams():

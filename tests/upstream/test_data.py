@@ -34,17 +34,17 @@ def test_a_blend_is_that_of_upstream(weights, split, prefixes, tmp_path):
     ours = samples("--split", split, "--data-path", *words)
     for column, upstream in zip(ours.blend, (theirs.dataset_index, theirs.dataset_sample_index), strict=True):
         assert column.tolist() == upstream.tolist()
-    for part, upstream in zip(ours.parts, theirs.datasets, strict=True):
+    for part, upstream in zip(ours.datasets, theirs.datasets, strict=True):
         assert len(part) == len(upstream) and len(part.document_index) == len(upstream.document_index)
         assert sorted(part.document_index) == sorted(upstream.document_index - upstream.document_index.min())
-    again = ours.pieces(0, len(ours)), ours.pieces(len(ours), 2 * len(ours))
+    again = ours.documents(0, len(ours)), ours.documents(len(ours), 2 * len(ours))
     assert (again[0]["document"] == again[1]["document"]).all()  # they begin anew
 
 
 def test_one_dataset_has_as_many_epochs_as_samples_need(prefixes, tmp_path):
     theirs = of_upstream(GPTDataset, tmp_path, (prefixes[2:], None), "1,0,0")
     ours = samples("--split 1 --data-path", prefixes[2])
-    assert len(ours) == len(theirs) >= SAMPLES and len(ours.parts[0].document_index) == len(theirs.document_index)
+    assert len(ours) == len(theirs) >= SAMPLES and len(ours.datasets[0].document_index) == len(theirs.document_index)
 
 
 def test_mock_data_are_those_of_upstream(tmp_path):

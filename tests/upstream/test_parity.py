@@ -174,10 +174,10 @@ def test_latents_that_travel(size, layout, model, dataset, upstream, profile, tm
 @pytest.mark.parametrize(("size", "flags"), [(2, CP2), full(8, f"{TP2} {CP2} {PP2} {FULL}")])
 @pytest.mark.parametrize(("launch", "tile"), [(100, 1e-6), (0, 100)])
 def test_rounds_by_predicted_time(size, flags, launch, tile, dataset, upstream, profile, tmp_path):
-    """Where launches are all that counts, all at once; where kernels hide everything, documents come in parts."""
+    """Where launches are all that counts, all at once; where kernels hide everything, documents come in shares."""
     run = train(size, dataset, *flags.split(), *profile(launch, tile).split(), log=tmp_path / "log.jsonl")
     compare(run, upstream())
-    assert any(m["shares"] for step in run["log"] for m in step["micro_batches"]) == (tile == 100)
+    assert any(m["key_bounds"] for step in run["log"] for m in step["micro_batches"]) == (tile == 100)
 
 
 MANY, SCHEDULE = "--wlb-micro-batches 16 --wlb-max-tokens 320", "--step-batch-size-schedule 0:4,1024:8"

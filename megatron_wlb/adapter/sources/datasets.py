@@ -102,14 +102,14 @@ def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> 
             if number >= len(each):
                 raise stale(dataset, "", f"{each.dataset_path}, which has {len(each)} samples: it draws {number}")
     source = source_of(args)
-    parts, texts = zip(*map(source.part, datasets), strict=True)
-    samples = Samples(parts=parts, blend=blend, context_length=args.seq_length)
+    of_datasets, tokens = zip(*map(source.opened, datasets), strict=True)
+    samples = Samples(datasets=of_datasets, blend=blend, context_length=args.seq_length)
     order, steps = order_of(args, split, len(samples))
     return SplitData(
         samples=replace(samples, order=order),
-        texts=texts,
+        datasets=tokens,
         first_sample=first_sample,
         steps=steps,
-        identity=digest_of(dataset.unique_description_hash, *(text.size for text in texts)),
+        identity=digest_of(dataset.unique_description_hash, *(each.size for each in tokens)),
         remark=source.remark(datasets),
     )

@@ -32,9 +32,9 @@ class PiecesByEod:
     def __len__(self) -> int:
         return len(self._windows)
 
-    def pieces(self, samples: np.ndarray) -> np.ndarray:
+    def documents(self, samples: np.ndarray) -> np.ndarray:
         """See `Part`. A piece may go over documents, as the stream does."""
-        rows, size = self._windows.pieces(samples), self._windows.context_length
+        rows, size = self._windows.documents(samples), self._windows.context_length
         found = [np.empty(0, DOCUMENT)]
         for of_sample in np.split(rows, np.searchsorted(rows["index"], size * np.arange(1, len(samples)))):
             places = of_sample["index"] - of_sample["index"][0]

@@ -10,8 +10,8 @@ import torch
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from megatron_wlb.adapter.sources import conversations
-from megatron_wlb.adapter.sources.source import Text, paths
-from megatron_wlb.plan.samples import Part, Rows
+from megatron_wlb.adapter.sources.source import DatasetTokens, paths
+from megatron_wlb.plan.samples import DatasetSamples, Rows
 
 
 class FromConversations:
@@ -32,17 +32,17 @@ class FromConversations:
             for path in paths(config.blend, config.blend_per_split)
         }
 
-    def part(self, dataset: Any) -> tuple[Part, Text]:
+    def opened(self, dataset: Any) -> tuple[DatasetSamples, DatasetTokens]:
         """See `Source`."""
         found, size = dataset.dataset, self._args.seq_length
-        part = Rows(
+        samples = Rows(
             rows=np.asarray(dataset.indices, np.int64),
             begins=found.begins,
             lengths=found.lengths,
             context_length=size,
             num_samples=len(dataset),
         )
-        return part, _OfRows(found, size)
+        return samples, _OfRows(found, size)
 
     def remark(self, datasets: Sequence[Any]) -> str:
         """See `Source`."""
@@ -50,7 +50,7 @@ class FromConversations:
 
 
 class _OfRows:
-    """Text of conversations, row by row of their file."""
+    """Tokens of conversations, row by row of their file."""
 
     masks = True
 
@@ -59,7 +59,7 @@ class _OfRows:
         self._row = functools.lru_cache(maxsize=16)(found.row)  # pieces of a row are read one after the other
 
     def read(self, piece: np.void, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `Text`. A row's last token has no target, as upstream pads behind it."""
+        """See `DatasetTokens`. A row's last token has no target, as upstream pads behind it."""
         number = int(piece["document"])
         tokens, targets = self._row(int(np.searchsorted(self._found.begins, number, side="right")) - 1)
         end = min(len(tokens), self._context_length)

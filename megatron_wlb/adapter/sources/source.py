@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_wlb.plan.samples import Part, Samples
+from megatron_wlb.plan.samples import DatasetSamples, Samples
 
 SPLITS = ("train", "valid", "test")
 
 
-class Text(Protocol):
+class DatasetTokens(Protocol):
     """Tokens of one dataset of a blend."""
 
     masks: bool
@@ -42,7 +42,7 @@ class Source(Protocol):
     def prepare(self, config: Any) -> None:
         """Set the fields of upstream's dataset config that `kind` reads. A collective call; raises ValueError."""
 
-    def part(self, dataset: Any) -> tuple[Part, Text]:
+    def opened(self, dataset: Any) -> tuple[DatasetSamples, DatasetTokens]:
         """Return samples and tokens of a built dataset. Raises ValueError for an index that is not of its files."""
 
     def remark(self, datasets: Sequence[Any]) -> str:
@@ -54,7 +54,7 @@ class SplitData:
     """The data that a split trains or evaluates."""
 
     samples: Samples
-    texts: Sequence[Text]
+    datasets: Sequence[DatasetTokens]
     """By dataset."""
     first_sample: int
     """Where this process begins."""

@@ -15,9 +15,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_wlb.adapter.sources.eod import PiecesByEod, remark_on_ends, resets
-from megatron_wlb.adapter.sources.source import SPLITS, Text, empty, paths
+from megatron_wlb.adapter.sources.source import SPLITS, DatasetTokens, empty, paths
 from megatron_wlb.plan.dataset import check_index, suspicious_layout
-from megatron_wlb.plan.samples import Part, Windows
+from megatron_wlb.plan.samples import DatasetSamples, Windows
 
 
 class FromIndex:
@@ -53,7 +53,7 @@ class FromIndex:
     def prepare(self, config: Any) -> None:
         """See `Source`."""
 
-    def part(self, dataset: Any) -> tuple[Part, Text]:
+    def opened(self, dataset: Any) -> tuple[DatasetSamples, DatasetTokens]:
         """See `Source`. Where flags that reset ask for it, pieces end with EOD tokens, all of which are read."""
         windows = Windows(
             document_index=dataset.document_index,
@@ -80,7 +80,7 @@ def stale(dataset: Any, folder: str, why: str) -> ValueError:
 
 
 class TextOfWindows:
-    """Text of a `GPTDataset`, whose windows go on in one stream of documents."""
+    """Tokens of a `GPTDataset`, whose windows go on in one stream of documents."""
 
     def __init__(self, windows: Windows, dataset: Any) -> None:
         self._windows, self._documents = windows, dataset.dataset
@@ -91,7 +91,7 @@ class TextOfWindows:
         self.size = 0 if "://" in prefix else os.path.getsize(f"{prefix}.bin")  # object storage is upstream's to read
 
     def read(self, piece: np.void, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `Text`."""
+        """See `DatasetTokens`."""
         place = int(piece["index"]) % self._windows.context_length + start
         given = min(count, self._windows.context_length - place) + 1
         text = self._stream(int(piece["document"]), int(piece["offset"]) + start, given)

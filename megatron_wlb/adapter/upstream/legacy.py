@@ -32,14 +32,14 @@ def check(args: Namespace) -> None:
         )
 
 
-def pretrain(original: Any, bound: inspect.BoundArguments, begin: Callable[[], Any]) -> Any:
-    """Run upstream's `pretrain`, called with `bound`, with `--wlb`; `begin` returns the run's `Training`."""
+def pretrain(original: Any, bound: inspect.BoundArguments, start: Callable[[], Any]) -> Any:
+    """Run upstream's `pretrain`, called with `bound`, with `--wlb`; `start` returns the run's `Training`."""
     args: Namespace = importlib.import_module("megatron.training").get_args()
     gpt = importlib.import_module("megatron.core.models.gpt.gpt_model").GPTModel
     scaler = importlib.import_module("megatron.core.transformer.moe.router").MoEAuxLossAutoScaler
     call, make_model = bound.arguments, bound.arguments["model_provider"]
     args.dataloader_inter_document_masking = False  # a flag of 0.19
-    training = begin()
+    training = start()
 
     def model_provider(*args: Any, **kwargs: Any) -> Any:
         model = make_model(*args, **kwargs)

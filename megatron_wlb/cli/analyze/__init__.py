@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             writer(args.trace, "--trace") as trace,
         ):
             results = report.analyse(setup, steps, begin)
-            words = table.in_words(results)
+            words = table.rendered(results)
             if file is not None:
                 write_json(file, {"headline": words["headline"], "facts": words["facts"]} | entries(results))
             if html is not None:

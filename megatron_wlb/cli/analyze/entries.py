@@ -22,7 +22,7 @@ VERSION = 14
 def entries(report: Report) -> dict[str, Any]:
     """Return the report as JSON types."""
     setup = report.setup
-    judged = setup.run.judged
+    screened = setup.run.screened
     schemes = zip(report.schemes, report.speedups, strict=True)
     return {
         "format": FORMAT,
@@ -34,7 +34,7 @@ def entries(report: Report) -> dict[str, Any]:
         "launch": setup.run.launched.source,
         "date": datetime.date.today().isoformat(),
         "release": __version__,
-        "left_out": judged.left_out,
+        "left_out": screened.left_out,
         "scheme_of_run": "thd" if setup.masks_documents else "plain",
         "steps": {"warm_up": WARM_UP} | report.steps._asdict(),
         "profile": origin_of(setup),
@@ -55,10 +55,10 @@ def entries(report: Report) -> dict[str, Any]:
         "other_flags": [{"flag": flag} | _faster(each) for flag, each in report.other_flags.items()],
         "flags": setup.flags(),
         "pins": setup.pins(),
-        "warnings": judged.remarks + setup.data.remarks,
+        "warnings": screened.remarks + setup.data.remarks,
         "notes": setup.notes,
-        "ignored": judged.ignored,
-        "refused": judged.refused,
+        "ignored": screened.ignored,
+        "refused": screened.refused,
     }
 
 

@@ -25,7 +25,7 @@ MOST = 16
 
 
 def page(report: Report, words: dict[str, Any]) -> str:
-    """Render the whole page of a report `in_words`; `analyze.html` has the words of its pictures."""
+    """Render the whole page of a report `rendered`; `analyze.html` has the words of its pictures."""
 
     def picture(title: str, text: str, draw: str, height: float) -> pictures.Section:
         return pictures.section(title, text, partial(_DRAW[draw], report), height)

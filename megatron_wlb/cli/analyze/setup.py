@@ -111,8 +111,8 @@ class Setup:
         sizes = {"global-batch-size": job.global_batch_size, "wlb-micro-batches": job.num_micro_batches}
         if over := next((name for name, size in sizes.items() if size > MOST), None):
             raise ValueError(
-                f"--{over} {sizes[over]} is over {MOST}, too many to simulate; divide it and the GPUs by the same "
-                "number, so that every data-parallel rank keeps its windows"
+                f"--{over} {sizes[over]} is over {MOST}, too many to simulate; divide both it and --num-gpus by the "
+                "same number, so that every data-parallel rank keeps its windows"
             )
         count = job.global_batch_size * min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // job.global_batch_size))
         self.samples = data.samples(run.arguments.seed, job.context_length, count)
@@ -133,9 +133,9 @@ class Setup:
         if a.fp8_dot_product_attention and job.profile.fp8 is None:
             self.notes.append(f"Profile {job.profile.name} has no attention in FP8; Megatron's is timed in bf16.")
         if not data.has_validation and stated.get("eval_iters") != 0:
-            run.judged.remarks.append("The data have no validation split; with --wlb the run needs --eval-iters 0.")
+            run.screened.remarks.append("The data have no validation split; with --wlb the run needs --eval-iters 0.")
         if stated.get("dataloader_inter_document_masking") and self.job.parallel.cp > 1:
-            run.judged.remarks.append(
+            run.screened.remarks.append(
                 "--dataloader-inter-document-masking with context parallelism: upstream divides the window, where "
                 "TransformerEngine expects each document to be divided. So tokens attend to other documents, and not "
                 "to all of their own. With --wlb they attend to their own."

@@ -25,7 +25,7 @@ from megatron_wlb.cli.analyze.report import (
 from megatron_wlb.cli.analyze.setup import WARM_UP, Schemes
 from megatron_wlb.cli.common import render
 from megatron_wlb.describe.alternatives import WORTH, gib
-from megatron_wlb.describe.price import in_words as in_words_of_prices
+from megatron_wlb.describe.price import sentence as sentence_on_prices
 from megatron_wlb.simulate.step import TIME_SHARES
 
 TITLES = Schemes("Megatron", "Megatron, intra-document attention", "--wlb")
@@ -125,7 +125,7 @@ def priced(report: Report) -> str:
     """Return the gain of balance, its cost and the net gain, in words; "" if it costs nothing."""
     if not report.prices:
         return ""
-    return in_words_of_prices(report.balance, report.speedups.ours.value, report.prices)
+    return sentence_on_prices(report.balance, report.speedups.ours.value, report.prices)
 
 
 def sentences(report: Report) -> list[str]:
@@ -149,7 +149,7 @@ def sentences(report: Report) -> list[str]:
 def _predicted(report: Report) -> str:
     """Return the kind of the number, and its assumptions that the run does not state."""
     run, profile = report.setup.run, report.setup.job.profile
-    left_out = ", ".join(run.judged.left_out)
+    left_out = ", ".join(run.screened.left_out)
     words = f"An estimate without {left_out}" if left_out else "Predicted"
     if run.assumes_device:
         words += f" for an assumed {profile.device or profile.name}"
@@ -234,7 +234,7 @@ def facts(report: Report) -> list[str]:
         "facts.txt",
         report=report,
         job=job,
-        judged=setup.run.judged,
+        screened=setup.run.screened,
         profile=profile,
         gib=gib,
         errors=_errors_of(profile.get("error")),
@@ -275,13 +275,13 @@ def parts(scheme: Measured) -> dict[str, float]:
     return {title: scheme.us_of(*names) for title, names in PARTS.items()}
 
 
-def in_words(report: Report) -> dict[str, Any]:
+def rendered(report: Report) -> dict[str, Any]:
     """Return the report as terminal and page show it; the first `MOST_FACTS` facts matter most."""
     setup, every, (first, *rest) = report.setup, rows(report), sentences(report)
-    judged, launched = setup.run.judged, setup.run.launched
+    screened, launched = setup.run.screened, setup.run.launched
     flags = {"Add to the command": setup.flags(), "To pin the choices of auto": setup.pins()}
-    flags["Take out"] = " ".join(judged.refused)
-    advised = gain(report) > 0 and not judged.stops
+    flags["Take out"] = " ".join(screened.refused)
+    advised = gain(report) > 0 and not screened.stops
     run = launched.source if launched.is_log else "flags and command as given"
     data = ", ".join(setup.data.prefixes)
     return {
@@ -289,7 +289,7 @@ def in_words(report: Report) -> dict[str, Any]:
         "first": first,
         "headline": " ".join([first, *rest]),
         "rest": rest,
-        "warnings": judged.remarks + setup.data.remarks,
+        "warnings": screened.remarks + setup.data.remarks,
         "faster": list(_faster(report)),
         "job": _job(report),
         "source": f"{run}; data: {data}; {datetime.date.today().isoformat()}, megatron_wlb {__version__}",
@@ -332,7 +332,7 @@ def _job(report: Report) -> str:
 
 
 def show(words: dict[str, Any], console: Any, *, verdict_only: bool) -> None:
-    """Print a report `in_words`, or its first sentence."""
+    """Print a report `rendered`, or its first sentence."""
     from rich.text import Text
 
     def say(text: str, style: str = "") -> None:

@@ -26,7 +26,7 @@ WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_nu
 """Arguments that --wlb refuses, and that a log shows even if they were not given, see `usual`."""
 
 
-class Judged(NamedTuple):
+class Screened(NamedTuple):
     """The arguments of a run that are not simulated."""
 
     refused: list[str]
@@ -41,7 +41,7 @@ class Judged(NamedTuple):
     """Training with --wlb refuses the run, without the refused flags, too."""
 
 
-def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None, approximate: bool) -> Judged:
+def screen(launched: Launched, arguments: MegatronArguments, *, model: str | None, approximate: bool) -> Screened:
     """Sort a run's arguments; known models are gated. Raises ValueError for what changes the prediction."""
     stated, left_out = launched.stated, []
     for name, row in rows(Refused):
@@ -51,13 +51,13 @@ def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None
             way = "give flags" if name == "yaml_cfg" else "give --approximate for an estimate without"
             raise ValueError(f"{flag_of(name)}: {row.unlike} cannot be simulated; {way}")
         left_out.append(row.unlike)
-    judged = {name: value for name, value in stated.items() if name not in ADDED and not name.startswith("wlb")}
+    screened = {name: value for name, value in stated.items() if name not in ADDED and not name.startswith("wlb")}
     if launched.is_log:
-        judged = {name: value for name, value in judged.items() if name not in usual(stated)}
-    refused = [name for name, value in judged.items() if refuses(name, value, num_experts=arguments.num_experts)]
-    strange = [name for name, row in rows(Simulated) if name in judged and alone(judged[name]) not in row.values]
-    off = [name for name, value in judged.items() if switches_off(name, value)]
-    strangers = [name for name in judged if name not in {*KNOWN, *refused, *off}]
+        screened = {name: value for name, value in screened.items() if name not in usual(stated)}
+    refused = [name for name, value in screened.items() if refuses(name, value, num_experts=arguments.num_experts)]
+    strange = [name for name, row in rows(Simulated) if name in screened and alone(screened[name]) not in row.values]
+    off = [name for name, value in screened.items() if switches_off(name, value)]
+    strangers = [name for name in screened if name not in {*KNOWN, *refused, *off}]
     refuse_misspelt(strangers)
     ignored = [] if launched.is_log else strangers
     said = {
@@ -66,13 +66,13 @@ def judge(launched: Launched, arguments: MegatronArguments, *, model: str | None
         "Not simulated, and so without effect on these numbers: {}.": [n for n in strange if n not in refused],
     }
     remarks = [text.format(" ".join(map(flag_of, names))) for text, names in said.items() if names]
-    given = {name: value for name, value in (judged | asdict(arguments)).items() if name not in refused}
+    given = {name: value for name, value in (screened | asdict(arguments)).items() if name not in refused}
     given |= {"attention_dropout": 0} | ({"swiglu": True} if model else {})
     if launched.source == "flags":
         given["sequence_parallel"] = True  # as is assumed
     stops = list(refusals(Namespace(**given)))
     remarks += [f"Training with --wlb refuses this run: {why}." for why in stops]
-    return Judged(
+    return Screened(
         refused=list(map(flag_of, refused)),
         ignored=list(map(flag_of, ignored)),
         left_out=list(dict.fromkeys(left_out)),
