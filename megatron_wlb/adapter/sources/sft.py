@@ -24,6 +24,7 @@ class FromConversations:
 
     def check(self) -> None:
         """Files are read by `prepare`."""
+        self._args.sft = False  # by which upstream would take means over our micro-batches in evaluation
 
     def prepare(self, config: Any) -> None:
         """See `Source`; here, since upstream's builder takes ranks by turns."""
