@@ -278,7 +278,7 @@ class Job:
                 f"the work of {self.num_micro_batches} micro-batches of {self.max_tokens} tokens at a crossover of "
                 f"{self.crossover_tokens} overflows 64 bits; lower one of them"
             )
-        if self.keeps_exchanged and not self.model.kv_lora_rank:
+        if self.keeps_exchanged and not self.model.compressed:
             raise ValueError("cp_exchange is 'latents', and the model has none; choose another")
 
     def _check_offloading(self) -> None:
@@ -363,8 +363,8 @@ class Job:
         return self.keeps_exchanged and self.recompute.granularity != "full"
 
     def work(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the work of documents of `lengths`, int64 [n], see `document_work`."""
-        return document_work(lengths, self.crossover_tokens, self.model.window, self.model.windowed_share)
+        """Return the work of documents of `lengths`, int64 [n]: `document_work`, less the pairs beyond windows."""
+        return document_work(lengths, self.crossover_tokens) - self.model.pairs_beyond(lengths)
 
     @property
     def pooled_crossover_tokens(self) -> int:
@@ -433,9 +433,9 @@ class Job:
         return self.parallel.split.layers(self.model.num_layers, self.parallel.pp, self.parallel.vpp)
 
     def layers(self) -> np.ndarray:
-        """Return `decoder_layers` plus MTP layers on the last virtual stage."""
+        """Return `decoder_layers`, and on the last virtual stage a layer for every depth (`ModelShape.depths`)."""
         layers = self.decoder_layers()
-        layers[-1, -1] += self.model.mtp_num_layers
+        layers[-1, -1] += self.model.depths
         return layers
 
     def layers_by_kind(self) -> np.ndarray:
@@ -445,8 +445,8 @@ class Job:
         for kind in self.model.kinds:
             counts = np.append(0, np.cumsum(kinds == kind))
             found.append(counts[ends] - counts[ends - stages])
-            # Megatron numbers MTP layers from 1 again.
-            found[-1][-1, -1] += (np.resize(kinds, self.model.mtp_num_layers) == kind).sum()
+            # Megatron numbers layers of depths from 1 again.
+            found[-1][-1, -1] += (np.resize(kinds, self.model.depths) == kind).sum()
         return np.array(found).swapaxes(1, 2)
 
     def to_json(self) -> dict[str, Any]:

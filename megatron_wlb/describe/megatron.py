@@ -10,7 +10,6 @@ from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.job import NUM_TILES, Job, Packing, Parallel, Recompute, Sharding
-from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.memory import DEVICE_SHARE, GRADIENT_BYTES, OPTIMIZER_BYTES, held_bytes
@@ -64,7 +63,7 @@ class Description:
         Known of Adam and of layers with attention alone, as by upstream's formula.
         """
         a, model = self.arguments, job.model
-        if a.optimizer != "adam" or has_linear_layers(a) or not model.is_whole:
+        if a.optimizer != "adam" or not (model.is_whole and all(kind.is_all_matrices(a) for kind in layers.KINDS)):
             return None
         tied = not a.untie_embeddings_and_output_weights
         gradient, optimizer = bytes_of(a)

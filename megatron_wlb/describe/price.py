@@ -44,7 +44,7 @@ _SIMULATED = (
     _Simulated(
         "the dispatcher of tokens",
         "moe_dispatcher",
-        lambda a, job: (job.model.moe_router_topk and a.moe_token_dispatcher_type) or job.moe_dispatcher,
+        lambda a, job: (job.model.is_mixture and a.moe_token_dispatcher_type) or job.moe_dispatcher,
     ),
     _Simulated(
         "offloading of activations, in whose place they are recomputed,", "recompute", lambda a, job: recompute_of(a)
