@@ -13,7 +13,7 @@ from megatron_wlb.layers.mamba import Mamba
 from megatron_wlb.layers.mlp import Mlp
 from megatron_wlb.layers.mtp import Mtp
 from megatron_wlb.layers.part import Adaptation, Part, Rules
-from megatron_wlb.model import ModelShape
+from megatron_wlb.model import MIXERS, ModelShape
 
 _ATTENTION, _LATENTS = Attention(), LatentAttention()
 DEPTH = Mtp()
@@ -23,6 +23,8 @@ KINDS: tuple[Part, ...] = (DEPTH, DeltaNet(), Mamba(), Mlp(), Experts(), _LATENT
 _PARTS = {letter: kind for kind in KINDS if kind is not _LATENTS for letter in kind.letters}
 VARIANTS = {name: kind for kind in KINDS for name in kind.variants}
 """Kinds by their names in `--experimental-attention-variant`."""
+WITHOUT_ATTENTION = tuple(MIXERS.values())
+"""Files of kinds without attention, here and in `adapter.layers`."""
 UNMEASURED = " and ".join(kind.title for kind in KINDS if kind.taken)
 """Names of all layers whose time was never measured, for messages."""
 
