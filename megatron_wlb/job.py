@@ -196,13 +196,9 @@ class Packing:
         return f"{self.name}:{self.parameter}" if self.parameter else self.name
 
     @property
-    def delays(self) -> bool:
-        """Whether documents may run in a later step than Megatron's."""
-        return False
-
-    def delayed(self, steps: int) -> "Packing | None":
-        """Return this policy where documents may wait so many steps; None: they may already, or never may."""
-        return None
+    def same_steps(self) -> bool:
+        """Whether every step trains the documents of Megatron's; else they may wait for a later one."""
+        return True
 
     def most_step_tokens(self, job: "Job") -> int | None:
         """Most tokens that a step holds, whatever S_max is; None: as many as fit."""

@@ -20,7 +20,7 @@ FEATURES = {
     "closed batches": ("(?i)(?<![a-z])closed|plan_step", MOST),
     "Bridge": ("(?i)(?<![a-z])bridge", MOST),
     "old versions": ("(?i)legacy", MOST),
-    "delay": ("(?i)(?<![a-z])delay(s|ed)?(?![a-z_])", 13),
+    "delay": ("(?i)(?<![a-z])delay(s|ed)?(?![a-z_])", 5),
     "tiles": ("tp_tile|tp_overlap|tp_comm_overlap|tiled|tiling|user_buffers|USER_BUFFERS|Tiles$", 14),
     "recomputation": ("(?i)recompute", 19),
 }
