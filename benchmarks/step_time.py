@@ -218,7 +218,7 @@ class Totals(NamedTuple):
 
 def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Totals:
     packer, times, summaries, exchange = Packer(data, job), [], [], 0.0
-    for _ in range(WARM_UP if job.packing.delays else 0):
+    for _ in range(0 if job.packing.same_steps else WARM_UP):
         packer.next()
     for _ in range(steps):
         packed = packer.next()
@@ -254,7 +254,7 @@ def rows_of(case: Case, steps: int) -> list[Row]:
         found[scheme] = of = measured(job, data, steps, across=scheme == ACROSS)
         row = case._asdict() | {"scheme": scheme, "N": job.global_batch_size, "micro_batches": job.num_micro_batches}
         row["ms"] = of.time.mean() / 1e3
-        ratio, error = over(found[RING], of, same_steps=not job.packing.delays)
+        ratio, error = over(found[RING], of, same_steps=job.packing.same_steps)
         row |= {f"over {RING}": ratio, f"over {RING}, error": error, "exchange": of.exchange}
         rows.append(row | {"late_steps": of.late_steps})
     per_work = {scheme: (of.limit.sum() / of.work.sum(), of.work.sum() / of.time.sum()) for scheme, of in found.items()}

@@ -19,7 +19,7 @@ FEATURES = {
     "closed batches": ("(?i)(?<![a-z])closed|plan_step", 4),
     "Bridge": ("(?i)(?<![a-z])bridge", 2),
     "old versions": ("(?i)legacy", 1),
-    "delay": ("(?i)(?<![a-z])delay(s|ed)?(?![a-z_])", 13),
+    "delay": ("(?i)(?<![a-z])delay(s|ed)?(?![a-z_])", 5),
     "tiles": ("tp_tile|tp_overlap|tp_comm_overlap|tiled|tiling|user_buffers|USER_BUFFERS|Tiles$", 14),
     "recomputation": ("(?i)recompute", 19),
 }

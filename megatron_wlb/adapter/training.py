@@ -147,7 +147,7 @@ class Training:
         tried: list[Prediction] = []
         if train := self._splits.get("train"):
             self._job, tried = jobs.best_job(args, self._run, train)
-        windows = None if self._job.packing.delays else args.wlb_windows_per_micro_batch
+        windows = args.wlb_windows_per_micro_batch if self._job.packing.same_steps else None
         apart = self._source.apart or args.dataloader_inter_document_masking
         anew = apart or args.reset_position_ids
         self._readers = {

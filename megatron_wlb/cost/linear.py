@@ -103,21 +103,20 @@ def output_matrix(job: Job) -> Matrix:
     return Matrix("output", job.model.padded_vocab_size, job.model.hidden_size, "outputs")
 
 
-def recomputed(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the time in which backward runs recomputed modules of a layer again, but for core attention and the
-    exchanges of tensor-parallel ranks, and its part that ranks pool."""
-    dropped = set(job.recompute.dropped)
+def modules_again(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the time in which backward runs dropped modules of a layer again, but for core attention and the exchanges
+    of tensor-parallel ranks, and its part that ranks pool."""
     linear, pooled = np.zeros_like(tokens), np.zeros_like(tokens)
     for part in parts_of(job.model, kind):
-        again = part.again(job, dropped)
-        of_products = products(job, again.matrices, tokens).forward * again.share
-        if again.travels:
+        found = part.again(job, {*job.dropped})
+        of_products = products(job, found.matrices, tokens).forward * found.share
+        if found.travels:
             pooled = of_products + part.travel(job, tokens)
         else:
             linear = linear + of_products
         if not job.profile.linear_tflops:  # measured rates are of all of a layer
-            memory = memory_time(job, again.values * job.bytes_per_value, tokens)
-            linear = linear + memory + again.kernels * job.profile.kernel_us
+            memory = memory_time(job, found.values * job.bytes_per_value, tokens)
+            linear = linear + memory + found.kernels * job.profile.kernel_us
     return linear + pooled, pooled
 
 

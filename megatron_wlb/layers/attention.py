@@ -103,7 +103,7 @@ class Attention(Part):
         """Return the exchange between context-parallel ranks, by a profile that has a unit of it."""
         tp, (latency, byte) = job.parallel.tp, network_of_ranks(job)
         value = job.model.kv_values_per_rank(tp) * byte
-        before = 0 if "core_attn" in job.recompute.dropped else job.model.weights_of(FULL) - job.model.qkv_weights
+        before = 0 if "core_attn" in job.dropped else job.model.weights_of(FULL) - job.model.qkv_weights
         prefetch = 2 * before / tp / rates(job)[1] / 1e6
         arrive, leave = value * job.bytes_per_value, value * job.cp_gradient_bytes
         return ExchangeModel(latency=latency, arrive=arrive, leave=leave, prefetch=prefetch)

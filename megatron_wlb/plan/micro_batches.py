@@ -51,7 +51,7 @@ def predictions(
     ):
         if count < windows and not memory_known:
             continue
-        for tight in (False,) if default.packing.delays else (False, True):  # where documents would wait for room
+        for tight in (False, True) if default.packing.same_steps else (False,):  # where documents would wait for room
             with contextlib.suppress(ValueError):
                 jobs.append(make(num_micro_batches=int(count), tight=tight))
     jobs = list(dict.fromkeys(jobs))
@@ -118,7 +118,7 @@ def _measured(
     Time is simulated, in us, or the work of `step_cost` if `untimed`.
     """
     packer = Packer(samples, job, first_sample=first_sample)
-    warm_up = min(WARM_UP, steps_left(job, samples, first_sample) // 2) if job.packing.delays else 0
+    warm_up = 0 if job.packing.same_steps else min(WARM_UP, steps_left(job, samples, first_sample) // 2)
     steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0
     for k in range(warm_up + steps):

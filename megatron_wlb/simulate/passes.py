@@ -17,14 +17,14 @@ from megatron_wlb.cost.linear import (
     exposed_share,
     loss,
     memory_bound,
+    modules_again,
     output_matrix,
     overlap_adds,
     products,
-    recomputed,
 )
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
-from megatron_wlb.job import Job, Parallel
+from megatron_wlb.job import Job
 from megatron_wlb.layers import DEPTH, attention_of, part_of
 from megatron_wlb.layers.attention import Directions
 from megatron_wlb.model import MLP
@@ -142,9 +142,9 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
 
 def _share_again(job: Job) -> np.ndarray:
     """Return the share of layers that run again as a whole, float64 [pp, vpp]; layers of depths do with any others."""
-    layers, of_depths = job.layers(), job.layers() - job.decoder_layers()
-    whole = job.recompute.whole(job.decoder_layers()) + of_depths * (job.recompute.granularity == "full")
-    return whole / np.maximum(1, layers)
+    layers, decoder = job.layers(), job.decoder_layers()
+    again, _ = job.layers_again(decoder)
+    return (again + (layers - decoder) * job.runs_layers_again) / np.maximum(1, layers)
 
 
 def _layer_times(
@@ -190,11 +190,11 @@ def _layer_times(
         )
         for i in range(2)
     )
-    if not job.recompute.dropped:
+    if not job.dropped:
         return _launched(job, kind, forward, backward)
-    of_modules, of_pooled = recomputed(job, kind, tokens)
-    of_mlp = "mlp" in job.recompute.dropped and MLP in model.parts_of(kind)
-    of_attention = "core_attn" in job.recompute.dropped
+    of_modules, of_pooled = modules_again(job, kind, tokens)
+    of_mlp = "mlp" in job.dropped and MLP in model.parts_of(kind)
+    of_attention = "core_attn" in job.dropped
     run_again = LayerTimes(
         linear=of_modules,
         pooled=of_pooled,
@@ -232,18 +232,10 @@ def crossover(job: Job) -> int:
     """
     rows = job.profile.tile_rows
     half = max(1, job.context_length // 2 // rows) * rows
-    recompute = job.recompute
-    if recompute.method == "block" and not untimed(job):  # of every virtual stage
-        recompute = replace(recompute, num_layers=int(recompute.whole(job.decoder_layers()).sum()))
     alone = replace(
-        job,
-        recompute=recompute,
+        job.on_one_stage(),
         cuda_graphs=("full",),  # the host takes as long for all lengths
         model=job.model.without_windows(),
-        parallel=Parallel(tp=job.parallel.tp, sequence_parallel=job.parallel.sequence_parallel),
-        num_micro_batches=1,
-        global_batch_size=1,
-        max_tokens=max(job.max_tokens, job.context_length),
     )
     if untimed(alone) or not job.model.attention_layers:
         return job.model.crossover_tokens

@@ -19,6 +19,7 @@ from megatron_wlb.describe.price import alone
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing import DEFAULT_POLICY, policy_of
+from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.alone import activation_bytes
 from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.plan.packer import PackedStep, Packer
@@ -74,7 +75,7 @@ class Scheme(NamedTuple):
     @property
     def same_steps(self) -> bool:
         """Whether every step trains the documents of Megatron's."""
-        return not self.job.packing.delays
+        return self.job.packing.same_steps
 
     def steps(self, count: int) -> Iterator[PackedStep]:
         """Yield `count` steps as they would be trained, after a warm-up if documents wait from step to step."""
@@ -168,11 +169,10 @@ class Setup:
     @cached_property
     def delayed(self) -> Job | None:
         """The job with a delay; None if it has one already, or another policy, or rows of --sft."""
-        packing = self.job.packing.delayed(DELAY)
-        if packing is None or self.data.has_rows:
+        if self.job.packing != AdaptivePacking() or self.data.has_rows:
             return None
         with contextlib.suppress(ValueError):  # memory may not hold it
-            return self._best(packing)[0]
+            return self._best(AdaptivePacking(max_delay_steps=DELAY))[0]
         return None
 
     @cached_property
