@@ -60,7 +60,7 @@ wlb::Kernel kernel_model(const py::handle& k) {
   const double hidden = window ? 0 : value<double>(k, "hidden");  // windows are not measured
   return {value<int64_t>(k, "tile_rows"), value<double>(k, "launch"),   value<double>(k, "tile"),
           value<double>(k, "query_tile"), hidden,                       value<int64_t>(k, "heads"),
-          value<int64_t>(k, "launches"),  value<double>(k, "exchange"), window};
+          value<int64_t>(k, "kv_chunks"), value<double>(k, "exchange"), window};
 }
 
 std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {

@@ -51,7 +51,7 @@ class Draft {
   const std::vector<Piece>& pieces() const { return pieces_; }
 
  private:
-  int64_t launches() const { return moved_ > 0 ? kernel_.launches : 1; }  // of a call
+  int64_t launches() const { return moved_ > 0 ? kernel_.kv_chunks : 1; }  // of a call
 
   void end_document() {
     if (pieces_.size() - ended_ > 1) {

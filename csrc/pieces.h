@@ -30,7 +30,7 @@ struct Counts {
 struct Kernel {
   int64_t tile_rows;  // a power of two
   double launch, tile, query_tile, hidden;
-  int64_t heads, launches;
+  int64_t heads, kv_chunks;
   double exchange;  // price of a row that is moved
   std::optional<int64_t> window = {};  // keys that a query sees before its own
   int tile_bits = bits(tile_rows);

@@ -38,7 +38,7 @@ def attention_times(
     segments: NDArray[np.int64],
     bounds: Sequence[int],
     cp_size: int,
-    shares: Sequence[float],
+    key_bounds: Sequence[float],
     costs: RoundCosts,
     moved: int | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float, float]: ...

@@ -97,8 +97,8 @@ def attention_kernels(job: Job, window: int | None = None) -> tuple[KernelModel,
     A ring and the paper's all-gather have no mask that is aligned to the bottom right.
     """
     heads, size = job.model.heads_per_rank(job.parallel.tp)[0], job.model.head_size
-    launches = job.parallel.cp if job.cp_exchange == "ring" else 1
-    forward, backward = job.profile.kernels(heads=heads, head_size=size, launches=launches, fp8=job.fp8_attention)
+    kv_chunks = job.parallel.cp if job.cp_exchange == "ring" else 1
+    forward, backward = job.profile.kernels(heads=heads, head_size=size, kv_chunks=kv_chunks, fp8=job.fp8_attention)
     changes: dict[str, Any] = {"window": window}
     if not job.exchanges_needed:
         changes["hidden"] = 0.0

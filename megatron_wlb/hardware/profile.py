@@ -31,8 +31,8 @@ class KernelModel:
     query_tile: float
     hidden: float = 0.0
     heads: int = 1
-    launches: int = 1
-    """Parts of K and V: one computes while the next is transferred."""
+    kv_chunks: int = 1
+    """Chunks of K and V: one computes while the next is transferred."""
     exchange: float = 0.0
     """Exposed time per row of K and V gathered from all ranks."""
     window: int | None = None
@@ -204,17 +204,17 @@ class Profile:
         return time + quantized * (rows + columns) * inner / self.memory_gb_per_s / 1e3
 
     def kernels(
-        self, *, heads: int = 1, head_size: int | None = None, launches: int = 1, fp8: bool = False
+        self, *, heads: int = 1, head_size: int | None = None, kv_chunks: int = 1, fp8: bool = False
     ) -> tuple[KernelModel, KernelModel]:
         """Return the kernels of one layer on one rank, forward and backward; in `fp8` if measured.
 
-        Tile times are in proportion to the head size, if one was measured. K and V arrive in `launches`.
+        Tile times are in proportion to the head size, if one was measured. K and V arrive in `kv_chunks`.
         """
         size = 1.0 if head_size is None or self.head_size is None else head_size / self.head_size
 
         def kernel(times: KernelTimes) -> KernelModel:
             sized = asdict(times.scaled(size)) | {"launch": times.launch}
-            return KernelModel(tile_rows=self.tile_rows, heads=heads, launches=launches, **sized)
+            return KernelModel(tile_rows=self.tile_rows, heads=heads, kv_chunks=kv_chunks, **sized)
 
         own = self.forward, self.backward or self.forward.scaled(self.attention_backward)
         forward, backward = self.fp8 if fp8 and self.fp8 else own

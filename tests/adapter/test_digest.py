@@ -213,7 +213,7 @@ FAULTS = [
     ("", lambda: (ShardMetadata, "build", classmethod(see_before))),
     ("", lambda: (ShardMetadata, "build", classmethod(send_others))),
     ("--wlb-packing megatron", lambda: (training, "_of_step", twice)),
-    ("", lambda: (Windows, "pieces", sample_twice)),
+    ("", lambda: (Windows, "documents", sample_twice)),
     ("", lambda: (data.SampleReader, "rows", shift_read)),
 ]
 

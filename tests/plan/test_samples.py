@@ -30,7 +30,7 @@ class Stream:
             offset += 1
         return place, offset
 
-    def pieces(self, window, number):
+    def documents(self, window, number):
         """As `Windows.documents` gives them for the `number`th of its samples."""
         rows, first = {}, window * self.context_length
         for at, (place, offset) in enumerate(self.tokens[first : first + self.context_length]):

@@ -60,7 +60,7 @@ def timed(plan: ShardPlan, kernel: KernelModel) -> ShardPlan:
 def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
     """Return the predicted attention of every rank, float64 [cp], in kernel units."""
     calls, *tiles = np.array([kernel.count_shard(shard.calls)[:3] for shard in plan.shards]).T
-    launches = calls * (kernel.launches if moved_rows(plan).any() else 1)
+    launches = calls * (kernel.kv_chunks if moved_rows(plan).any() else 1)
     hidden = [kernel.count_shard(shard.calls[1:])[3] for shard in regrouped(plan).shards]
     work: np.ndarray = kernel.time(launches, *tiles, np.array(hidden))
     return work

@@ -23,7 +23,7 @@ from tests.reference.sharding import choose_sharding
 
 FLOPS = sharding_kernel(job())
 H100 = sharding_kernel(job(cp=8, profile=load_profile("h100-fa2")))
-COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, launches=2, exchange=0.25)
+COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, kv_chunks=2, exchange=0.25)
 KERNELS = [FLOPS, H100, COARSE, replace(COARSE, hidden=0.75)]
 PROFILES = [
     load_profile("h100-fa2"),
