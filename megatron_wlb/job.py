@@ -357,11 +357,11 @@ class Job:
 
     @property
     def runs_layers_again(self) -> bool:
-        """Whether layers keep their input alone, and run again as a whole: those for MTP, and `layers_again`."""
+        """Whether layers keep their input alone, and run again as a whole: those of depths, and `layers_again`."""
         return self.recompute.granularity == "full"
 
     def layers_again(self, layers: np.ndarray) -> tuple[np.ndarray, int]:
-        """Return how many of the `layers` of virtual stages run again as a whole, and how many of them from one input."""
+        """Return how many `layers` of virtual stages run again as a whole, and how many of them from one input."""
         if not self.runs_layers_again:
             return np.zeros(np.shape(layers)), 1
         count = self.recompute.num_layers
