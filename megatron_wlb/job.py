@@ -361,7 +361,7 @@ class Job:
         return self.recompute.granularity == "full"
 
     def layers_again(self, layers: np.ndarray) -> tuple[np.ndarray, int]:
-        """Return how many of the `layers` of virtual stages run again as a whole, and how many of them from one input."""
+        """Return how many of the `layers` of virtual stages run again as a whole, and how many from one kept input."""
         if not self.runs_layers_again:
             return np.zeros(np.shape(layers)), 1
         count = self.recompute.num_layers

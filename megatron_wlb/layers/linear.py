@@ -41,7 +41,7 @@ class LinearLayer(Part):
     taken = "scans run at the rate of memory, and no computation overlaps the exchange of their heads"
     """For granted."""
 
-    def has_user_buffers(self, a: Any) -> bool:
+    def names_products(self, a: Any) -> bool:
         return not has_linear_layers(a)
 
     def mixer(self, job: Job) -> Mixer:
