@@ -19,9 +19,9 @@ FEATURES = {
     "closed batches": ("(?i)(?<![a-z])closed|plan_step", 4),
     "Bridge": ("(?i)(?<![a-z])bridge", 2),
     "old versions": ("(?i)legacy", 1),
-    "delay": ("(?i)(?<![a-z])delay(s|ed)?(?![a-z_])", 5),
-    "tiles": ("tp_tile|tp_overlap|tp_comm_overlap|tiled|tiling|user_buffers|USER_BUFFERS|Tiles$", 14),
-    "recomputation": ("(?i)recompute", 19),
+    "delay": ("(?i)(?<![a-z])delay(s|ed)?(?![a-z_])", 3),
+    "tiles": ("tp_tile|tp_overlap|tp_comm_overlap|tiled|tiling|user_buffers|USER_BUFFERS|Tiles$", 8),
+    "recomputation": ("(?i)recompute", 7),
 }
 """Names of a feature, and the most files that may have one: of the last three their flags, fields and report lines."""
 

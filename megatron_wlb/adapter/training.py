@@ -94,13 +94,13 @@ class Training:
     def configure(self, model: Any) -> None:
         """Make upstream build the model of its config as this run needs it."""
         configure(model, options=self.attention, context_length=self._args.seq_length)
-        if self._job.tp_tile_rows:
+        if self._job.tiles:
             model.pre_wrap_hooks.append(self._tiles.tile_layers)
 
     @property
     def _order(self) -> Any:
         """See `BatchDataset`."""
-        return self._tiles.order if self._job.tp_tile_rows else None
+        return self._tiles.order if self._job.tiles else None
 
     @one_line()
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

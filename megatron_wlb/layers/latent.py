@@ -41,7 +41,7 @@ class LatentAttention(Attention):
     def sizes(self, a: Any, sizes: dict[str, Any]) -> dict[str, Any]:
         return latent_sizes(**{name: getattr(a, name) for name in _SIZES}) if a.multi_latent_attention else {}
 
-    def has_user_buffers(self, a: Any) -> bool:
+    def names_products(self, a: Any) -> bool:
         return not a.multi_latent_attention
 
     def kept(self, job: Job) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ class LinearLayer(Part):
         ),
     }
 
-    def has_user_buffers(self, a: Any) -> bool:
+    def names_products(self, a: Any) -> bool:
         return not has_linear_layers(a)
 
     def is_all_matrices(self, a: Any) -> bool:

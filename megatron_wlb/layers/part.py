@@ -118,8 +118,8 @@ class Part:
         """Return fields of `Job` by Megatron's arguments."""
         return {}
 
-    def has_user_buffers(self, a: Any) -> bool:
-        """Whether upstream has user buffers for a model with these arguments, in its layers of this kind."""
+    def names_products(self, a: Any) -> bool:
+        """Whether TransformerEngine has names for its products (QKV, projection, MLP), by Megatron's arguments."""
         return True
 
     def is_all_matrices(self, a: Any) -> bool:

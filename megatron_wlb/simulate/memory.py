@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_wlb.cost.linear import gathered_bytes, overlap_bytes
+from megatron_wlb.cost.tiles import gathered_bytes, overlap_bytes
 from megatron_wlb.job import Job
 from megatron_wlb.layers import DEPTH, attention_of, part_of
 from megatron_wlb.layers.part import Tensor, layer_input_bytes

@@ -14,14 +14,13 @@ from megatron_wlb.cost.attention import (
 )
 from megatron_wlb.cost.host import launches, waiting
 from megatron_wlb.cost.linear import (
-    exposed_share,
     loss,
     memory_bound,
     modules_again,
     output_matrix,
-    overlap_adds,
     products,
 )
+from megatron_wlb.cost.tiles import exposed_share, overlap_adds
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job

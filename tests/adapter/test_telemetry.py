@@ -127,7 +127,7 @@ def test_the_start_names_what_is_faster_on_the_same_gpus(capsys):
     )
     assert re.fullmatch(wider, said[4, ""][0]) and len(said[4, ""]) == 1
     assert not any("recomputation" in line for line in said[32, ""])
-    assert re.fullmatch(r"> wlb: without recomputation this run is predicted to be 1\.\d\d times .*", said[32, full][0])
+    assert re.fullmatch(r"> wlb: without recomputation on the same GPUs .* 1\.\d\d times as fast", said[32, full][0])
 
 
 def test_the_line_says_where_the_time_of_a_step_goes(run):

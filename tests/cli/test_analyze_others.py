@@ -21,6 +21,11 @@ from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, N, analyse, setup
 
 
+def with_a_flag(setup):
+    """Jobs with one more flag, by flag."""
+    return {way.flags: way.job for way in setup.others() if way.kind == "other_flags"}
+
+
 def test_fewer_layers_on_the_last_stage(tmp_path, data):
     # Layers of so many microseconds that launches do not matter.
     words = f"{JOB} --num-layers 8 --hidden-size 4096 --ffn-hidden-size 16384 --pipeline-model-parallel-size 2"
@@ -41,7 +46,7 @@ def test_fewer_layers_on_the_last_stage(tmp_path, data):
     enough = max(peak_bytes(ours, stage) for stage in range(2)) / 2**30
     for share, mentioned in ((1.001, False), (2, True)):
         given = setup(words, f"--wlb-memory-budget {share * enough}")
-        assert given.job.max_tokens == ours.max_tokens and (other["flag"] in given.others) == mentioned
+        assert given.job.max_tokens == ours.max_tokens and (other["flag"] in with_a_flag(given)) == mentioned
 
 
 def test_megatron_dispatches_and_attends_as_its_flags_say(data):
@@ -62,9 +67,9 @@ def test_megatron_dispatches_and_attends_as_its_flags_say(data):
 def test_gradients_in_the_dtype_of_the_model(data):
     words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing megatron"
     found = setup(words)
-    assert found.others == {"--wlb-cp-gradients model": found.job.sharded(cp_gradients="model")}
-    assert not setup(words, "--wlb-cp-gradients model").others
-    assert not setup(words.replace("-parallel-size 2", "-parallel-size 1")).others
+    assert with_a_flag(found) == {"--wlb-cp-gradients model": found.job.sharded(cp_gradients="model")}
+    assert not with_a_flag(setup(words, "--wlb-cp-gradients model"))
+    assert not with_a_flag(setup(words.replace("-parallel-size 2", "-parallel-size 1")))
 
 
 def test_overlap_of_tensor_parallel_communication(data):
@@ -73,7 +78,7 @@ def test_overlap_of_tensor_parallel_communication(data):
 
     def tried(tp, *more):
         found = setup(f"{words} --tensor-model-parallel-size {tp}", *more)
-        return [job.tp_tile_rows for flag, job in found.others.items() if flag == "--tp-comm-overlap"]
+        return [job.tp_tile_rows for flag, job in with_a_flag(found).items() if flag == "--tp-comm-overlap"]
 
     assert [tried(tp) for tp in (1, 2, 8, 16)] == [[], [4096], [4096], []]
     assert tried(8, "--tp-comm-overlap") == tried(8, "--multi-latent-attention") == []
@@ -104,7 +109,8 @@ def test_other_layouts_have_the_tokens_of_the_run(data):
     """Where no flag says how many windows a step has, too."""
     words = JOB.replace(f"--global-batch-size {N} ", ""), "--data-path", data
     found = setup(*words, "--pipeline-model-parallel-size 2 --num-gpus 4")
-    assert {each.global_batch_size for each in (found.job, *found.layouts)} == {4} and found.layouts
+    layouts = [way.job for way in alternatives.layouts(found.run, found.job, found.samples)]
+    assert {each.global_batch_size for each in (found.job, *layouts)} == {4} and layouts
 
 
 def test_megatron_has_its_best_micro_batch_size_in_other_layouts_too(tmp_path):
