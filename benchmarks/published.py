@@ -333,7 +333,7 @@ def training(row: Row) -> Iterator[Row]:
     flops = row.get("attention_flops") or ("causal" if "llama-3.1" in row["source"] else "full")
     model, pairs = job.model, job.context_length / (2 if flops == "causal" else 1)
     layers, ahead = model.num_layers + model.mtp_num_layers, model.mtp_num_layers
-    weights = layers * model.layer_weights + (1 + ahead) * model.vocabulary_weights + ahead * model.joining_weights
+    weights = layers * model.layer_weights + (1 + ahead) * model.vocabulary_weights + ahead * model.joining.weights
     of_token = 6 * (weights + layers * (model.query_size + model.output_size) * pairs)
     tflops = of_token * tokens / gpus / seconds / 1e12
     value = 100 * tflops / 989 if quantity.startswith("mfu") else tflops

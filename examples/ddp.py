@@ -89,7 +89,9 @@ class PackedDocuments(IterableDataset[Step]):
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         job, epoch = self._job, len(self._windows)
-        samples = Samples(parts=[self._windows], context_length=job.context_length, order=lambda place: place % epoch)
+        samples = Samples(
+            datasets=[self._windows], context_length=job.context_length, order=lambda place: place % epoch
+        )
         packer = Packer(samples, job, first_sample=self._first_sample)
         for i in itertools.count():
             plan = plan_step(packer, job, self._rank)

@@ -266,7 +266,7 @@ class Job:
                 f"the work of {self.num_micro_batches} micro-batches of {self.max_tokens} tokens at a crossover of "
                 f"{self.crossover_tokens} overflows 64 bits; lower one of them"
             )
-        if self.keeps_exchanged and not self.model.kv_lora_rank:
+        if self.keeps_exchanged and not self.model.compressed:
             raise ValueError("cp_exchange is 'latents', and the model has none; choose another")
 
     def _check_offloading(self) -> None:
@@ -357,11 +357,11 @@ class Job:
 
     @property
     def runs_layers_again(self) -> bool:
-        """Whether layers keep their input alone, and run again as a whole: those for MTP, and `layers_again`."""
+        """Whether layers keep their input alone, and run again as a whole: those of depths, and `layers_again`."""
         return self.recompute.granularity == "full"
 
     def layers_again(self, layers: np.ndarray) -> tuple[np.ndarray, int]:
-        """Return how many of the `layers` of virtual stages run again as a whole, and how many from one kept input."""
+        """Return how many `layers` of virtual stages run again as a whole, and how many of them from one input."""
         if not self.runs_layers_again:
             return np.zeros(np.shape(layers)), 1
         count = self.recompute.num_layers
@@ -385,8 +385,8 @@ class Job:
         )
 
     def work(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the work of documents of `lengths`, int64 [n], see `document_work`."""
-        return document_work(lengths, self.crossover_tokens, self.model.window, self.model.windowed_share)
+        """Return the work of documents of `lengths`, int64 [n]: `document_work`, less the pairs beyond windows."""
+        return document_work(lengths, self.crossover_tokens) - self.model.pairs_beyond(lengths)
 
     @property
     def pooled_crossover_tokens(self) -> int:
@@ -455,9 +455,9 @@ class Job:
         return self.parallel.split.layers(self.model.num_layers, self.parallel.pp, self.parallel.vpp)
 
     def layers(self) -> np.ndarray:
-        """Return `decoder_layers` plus MTP layers on the last virtual stage."""
+        """Return `decoder_layers`, and on the last virtual stage a layer for every depth (`ModelShape.depths`)."""
         layers = self.decoder_layers()
-        layers[-1, -1] += self.model.mtp_num_layers
+        layers[-1, -1] += self.model.depths
         return layers
 
     def layers_by_kind(self) -> np.ndarray:
@@ -467,8 +467,8 @@ class Job:
         for kind in self.model.kinds:
             counts = np.append(0, np.cumsum(kinds == kind))
             found.append(counts[ends] - counts[ends - stages])
-            # Megatron numbers MTP layers from 1 again.
-            found[-1][-1, -1] += (np.resize(kinds, self.model.mtp_num_layers) == kind).sum()
+            # Megatron numbers layers of depths from 1 again.
+            found[-1][-1, -1] += (np.resize(kinds, self.model.depths) == kind).sum()
         return np.array(found).swapaxes(1, 2)
 
     def to_json(self) -> dict[str, Any]:

@@ -210,6 +210,15 @@ def test_experts_are_a_part_of_the_crossover():
     assert replace(dense, model=replace(model, gated_linear_unit=False)).pooled_crossover_tokens == (1 << 20) * 2 // 3
 
 
+def test_shared_experts_are_held_once_and_routed_ones_all():
+    """A token goes to 2 of 8 experts of 256, and to a shared one of 512."""
+    sizes = {"ffn_hidden_size": 4 * 256, "shared_ffn_hidden_size": 2 * 256, "moe_router_topk": 2}
+    model = replace(MODEL, gated_linear_unit=False, **sizes)
+    attention, expert = 4 * 64 * 64, 2 * 64 * 256
+    assert model.held_weights_of("*") == (attention + 2 * expert, 2 * expert)
+    assert replace(model, num_experts=8).held_weights_of("*") == (attention + 2 * expert, 8 * expert)
+
+
 @pytest.mark.parametrize("stages_before_dp", [False, True])
 def test_ranks_are_numbered_once_and_stages_are_a_stride_apart(stages_before_dp):
     p = Parallel(tp=2, cp=3, pp=4, dp=5, stages_before_dp=stages_before_dp)
@@ -224,3 +233,10 @@ def test_ranks_of_a_stage_that_do_not_divide_weights_have_copies():
     for tp, cp, dp, ep, etp in ((4, 2, 3, 2, 1), (4, 2, 4, 8, None), (2, 1, 4, 4, 2), (1, 2, 4, 1, None)):
         p, ranks = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp), tp * cp * dp
         assert p.copies == (ranks // tp, ranks // (ep * (etp or tp)))
+
+
+def test_ranks_that_share_experts_are_whole_data_parallel_ranks():
+    """As many neighbours as it takes for runs of expert-parallel ranks and data-parallel ranks to end together."""
+    for tp, cp, dp, ep, etp in ((1, 1, 4, 4, None), (4, 2, 3, 2, 1), (4, 1, 3, 6, 1), (2, 3, 4, 4, None)):
+        p = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
+        assert p.pooling_ranks == next(n for n in range(1, dp + 1) if n * tp * cp % p.expert_ranks == 0)

@@ -59,7 +59,6 @@ class Training:
         if args.rank == 0 and args.save:
             folder = Path(args.save).absolute()  # which upstream makes when it saves
             files.check_room(str(next(each for each in (folder, *folder.parents) if each.is_dir())), "--save")
-        args.sft = False  # by which upstream would take means over our micro-batches in evaluation
         self._run = jobs.described(args)
         self._job = job = self._run.job()
         asked = str(getattr(args, "attention_backend", "auto")).rpartition(".")[2]
@@ -67,7 +66,7 @@ class Training:
         self.attention = AttentionOptions(
             backend=get_backend(self._backend.name, self._device, job.model.head_sizes),
             gradients_in_fp32=job.sharding.cp_gradients == "fp32",
-            latents=job.keeps_exchanged,
+            exchanged_before=job.keeps_exchanged,
         )
         self._kinds = layers.of(args)
         self._tiles: Any = None

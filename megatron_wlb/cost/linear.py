@@ -49,10 +49,6 @@ def output_matrix(job: Job) -> Matrix:
     return Matrix("output", job.model.padded_vocab_size, job.model.hidden_size, "outputs")
 
 
-def joining_matrix(job: Job) -> Matrix:
-    return Matrix("joining", job.model.hidden_size, 2 * job.model.hidden_size, "outputs")
-
-
 def modules_again(job: Job, kind: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the time in which backward runs dropped modules of a layer again, but for core attention and the exchanges
     of tensor-parallel ranks, and its part that ranks pool."""

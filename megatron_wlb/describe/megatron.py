@@ -11,7 +11,6 @@ from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.job import Job, Packing, Parallel, Recompute, Sharding
-from megatron_wlb.layers.linear import has_linear_layers
 from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.memory import DEVICE_SHARE, GRADIENT_BYTES, OPTIMIZER_BYTES, held_bytes
@@ -61,7 +60,7 @@ class Description:
         Known of Adam and of layers with attention alone, as by upstream's formula.
         """
         a, model = self.arguments, job.model
-        if a.optimizer != "adam" or has_linear_layers(a) or not model.is_whole:
+        if a.optimizer != "adam" or not (model.is_whole and all(kind.is_all_matrices(a) for kind in layers.KINDS)):
             return None
         tied = not a.untie_embeddings_and_output_weights
         gradient, optimizer = bytes_of(a)
@@ -111,7 +110,7 @@ def of_megatron(a: MegatronArguments, job: Job) -> dict[str, Any]:
     return {
         "overlaps_experts": a.overlap_moe_expert_parallel_comm and (job.parallel.pp == 1 or job.parallel.vpp > 1),
         "tp_overlap": tiles.without_wlb(a, job),
-        "moe_dispatcher": (job.model.moe_router_topk and a.moe_token_dispatcher_type) or job.moe_dispatcher,
+        "moe_dispatcher": (job.model.is_mixture and a.moe_token_dispatcher_type) or job.moe_dispatcher,
         "recompute": recompute_of(a),
         "cuda_graphs": graphs_of(a),
         "fp8_attention": a.fp8_dot_product_attention,

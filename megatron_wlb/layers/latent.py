@@ -62,7 +62,7 @@ class LatentAttention(Attention):
         return found | {"latents": Tensor(w * ((norms * model.q_lora_rank + kv) / p.sequence_ranks + rotated))}
 
     def values(self, job: Job) -> int:
-        return super().values(job) + 2 * job.model.latent_size  # their norms
+        return super().values(job) + 2 * sum(job.model.compressed)  # their norms
 
     def again(self, job: Job, dropped: set[str]) -> Again:
         found = Again()

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_wlb.cost.tiles import gathered_bytes, overlap_bytes
 from megatron_wlb.job import Job
-from megatron_wlb.layers import attention_of, part_of
+from megatron_wlb.layers import DEPTH, attention_of, part_of
 from megatron_wlb.layers.part import Tensor, layer_input_bytes
 from megatron_wlb.model import FULL
 
@@ -67,9 +67,7 @@ def gpu_weights(job: Job) -> np.ndarray:
     held = np.array([model.held_weights_of(kind) for kind in model.kinds], float)  # [kinds, 2]
     weights, pooled = held.T @ job.layers_by_kind().sum(axis=2)
     weights[0] += model.vocabulary_weights
-    weights[-1] += model.vocabulary_weights + model.mtp_num_layers * model.joining_weights
-    if model.mtp_num_layers and parallel.pp > 1:
-        weights[-1] += model.vocabulary_weights  # the last stage embeds, too
+    weights[-1] += model.vocabulary_weights + DEPTH.weights(job)
     return np.stack([each / ranks for each, ranks in zip((weights, pooled), parallel.shards, strict=True)])
 
 
@@ -92,12 +90,11 @@ def layer_bytes(job: Job, kind: str = FULL) -> float:
     return sum(_kept(job, tensors(job, part)) for part in job.model.parts_of(kind))
 
 
-def mtp_bytes(job: Job) -> float:
-    """Bytes that an MTP layer and its logits keep for backward."""
+def depth_bytes(job: Job) -> float:
+    """Bytes that a depth (`ModelShape.depths`), its layer and its logits keep for backward."""
     if job.runs_layers_again:
         return 2 * layer_input_bytes(job) + logits_bytes(job)
-    # Inputs of three norms, and the outputs of two of them joined.
-    return 5 * layer_input_bytes(job) + layer_bytes(job) + logits_bytes(job)
+    return _kept(job, DEPTH.kept(job)) + layer_bytes(job) + logits_bytes(job)
 
 
 def logits_bytes(job: Job) -> float:
@@ -255,4 +252,4 @@ def _moving_bytes(job: Job) -> float:
 def _output_bytes(job: Job) -> float:
     """Return bytes that the last stage holds for a loss: rows before and after a norm, these gathered, and logits."""
     gathered = job.bytes_per_value * job.model.hidden_size * (job.parallel.sequence_ranks > 1)
-    return 2 * layer_input_bytes(job) + gathered + logits_bytes(job) + job.model.mtp_num_layers * mtp_bytes(job)
+    return 2 * layer_input_bytes(job) + gathered + logits_bytes(job) + job.model.depths * depth_bytes(job)

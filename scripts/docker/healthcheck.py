@@ -23,7 +23,7 @@ def pack() -> int:
     """Documents of four steps."""
     lengths = np.random.default_rng(0).lognormal(6, 1.5, 2000).astype(np.int64) + 1
     job = make_job(model=MODELS["llama2-7b"], context_length=8192, global_batch_size=8)
-    packer = Packer(Samples(parts=[windows(lengths, 8192)], context_length=8192), job)
+    packer = Packer(Samples(datasets=[windows(lengths, 8192)], context_length=8192), job)
     count = sum(len(packer.next().batch.documents) for _ in range(4))
     if not count:
         raise RuntimeError("four steps are packed without a document")

@@ -18,7 +18,7 @@ from megatron_wlb.cost.attention import (
     sharding_kernel,
 )
 from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, products
-from megatron_wlb.cost.tiles import _tiled, overlap_adds
+from megatron_wlb.cost.tiles import _tiled, exposed_share, overlap_adds
 from megatron_wlb.documents import SEGMENT, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
@@ -301,6 +301,14 @@ def test_tiles_by_hand():
     forward = more * (sum(2 * half * k / 576e6 + 3 for _, k in sizes) + 3 * 3) + copied * (3 + 2) * hidden
     backward = more * (sum(2 * half * m / 576e6 + 3 * 2 for m, _ in sizes) + 3 * 3) + copied * (1 + 2) * hidden
     assert np.array(overlap_adds(given, FULL, tokens)) == pytest.approx(np.array([forward, backward]))
+
+
+def test_user_buffers_hide_whole_tiles_inside_a_node():
+    """Half of what 72 rows of 8 ranks communicate, and of 76 rows all but the last 4; between nodes nothing."""
+    tokens, tiles = np.array([72.0, 76.0]), {"model": LLAMA2_7B, "tp_tile_rows": 64, "tp_overlap": 0.5}
+    inside, across = (job(tp=tp, profile=MEASURED, **tiles) for tp in (8, 16))
+    assert exposed_share(inside, tokens) == pytest.approx(1 - 0.5 * np.array([1, 72 / 76]))
+    assert exposed_share(across, tokens).tolist() == [1, 1] and not np.any(overlap_adds(across, FULL, tokens))
 
 
 def test_dispatchers_of_tokens_to_experts():

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from argparse import Namespace
 
 import pytest
@@ -15,11 +16,12 @@ from megatron_wlb.layers import delta_net, experts, latent, linear, mamba
 SERVED = {
     **{"seq_length": 1024, "micro_batch_size": 1, "calculate_per_token_loss": True, "attention_dropout": 0},
     **{f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")},
-    **{"context_parallel_size": 1, "untie_embeddings_and_output_weights": True},
+    **{"context_parallel_size": 1, "untie_embeddings_and_output_weights": True, "swiglu": True},
 }
 MOE, FLEX = {"num_experts": 4}, {"num_experts": 4, "moe_token_dispatcher_type": "flex"}
-LINEAR = {"experimental_attention_variant": "gated_delta_net", "swiglu": True}
-LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
+LINEAR = {"experimental_attention_variant": "gated_delta_net"}
+LATENT = {"multi_latent_attention": True}
+VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2, "overlap_p2p_comm": False}
 
 
 def test_what_is_served():
@@ -33,7 +35,7 @@ def test_what_is_served():
         FLEX | {"moe_flex_dispatcher_backend": "deepep"},
         FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True},
         LATENT | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "position_embedding_type": "rope"},
-        {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
+        VIRTUAL | {"pipeline_model_parallel_size": 4},
         {"hybrid_layer_pattern": "M*|-E", "hidden_size": 4096, "mamba_num_heads": 128, "context_parallel_size": 8},
         LINEAR | {"tensor_model_parallel_size": 4, "context_parallel_size": 4, "sequence_parallel": True},
         {"mtp_num_layers": 1, "defer_embedding_wgrad_compute": True},
@@ -57,13 +59,10 @@ ROWS = [
     (MOE | {"moe_router_load_balancing_type": "quantile_balancing"}, "divide by the experts"),
     (MOE | {"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training routes .*leave it out"),
     (
-        FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_expert_rank_capacity_factor": 1.5},
+        {"moe_flex_dispatcher_backend": "hybridep", "moe_expert_rank_capacity_factor": 1.5},
         "--moe-expert-rank-capacity-factor reads .*leave it out",
     ),
-    (
-        {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False, "num_virtual_stages_per_pipeline_rank": 2},
-        "leave --no-overlap-p2p-communication out",
-    ),
+    (VIRTUAL | {"pipeline_model_parallel_size": 2}, "leave --no-overlap-p2p-communication out"),
     ({"attention_backend": "AttnBackend.local"}, "--attention-backend AttnBackend.local runs no packed"),
     ({"window_size": (128, 128)}, r"--window-size is \(128, 128\); .*give LEFT,0"),
     (LATENT | {"position_embedding_type": "yarn"}, "give rope, and --rope-type yarn"),
@@ -74,11 +73,11 @@ ROWS = [
     ({"experimental_attention_variant": "dsa"}, "-variant dsa is not supported; give gated_delta_net"),
     (LINEAR | {"linear_num_key_heads": 6, "context_parallel_size": 4}, "--linear-num-key-heads .*give fewer ranks"),
     (LINEAR | {"context_parallel_size": 32}, "--linear-num-key-heads .*give fewer ranks"),
-    (LINEAR | {"linear_cp_mode": "chunkwise"}, "--linear-cp-mode chunkwise .*give headwise"),
+    ({"linear_cp_mode": "chunkwise"}, "--linear-cp-mode chunkwise .*give headwise"),
     (LINEAR | {"fp8": "hybrid"}, "FP8 and FP4 are untested .*out"),
     (LINEAR | {"deterministic_mode": True}, "--deterministic-mode has no gated delta nets .*leave it out"),
     (LINEAR | {"swiglu": False}, "no activation but SiLU.*; give --swiglu"),
-    ({"hybrid_layer_pattern": "MG*-"}, "no activation but SiLU.*; give --swiglu"),
+    ({"hybrid_layer_pattern": "MG*-", "swiglu": False}, "no activation but SiLU.*; give --swiglu"),
     (LINEAR | {"mtp_num_layers": 1}, "--mtp-num-layers with .*leave it out"),
     (LINEAR | {"tensor_model_parallel_size": 2}, "gradients of norms .*give --sequence-parallel"),
     ({"hybrid_layer_pattern": "MG", "tensor_model_parallel_size": 2}, "gradients of norms .*--sequence-parallel"),
@@ -105,6 +104,15 @@ ROWS = [
 def test_refused_for_its_value_or_beside_another(arguments, message):
     with pytest.raises(ValueError, match=f"^--wlb: .*{message}"):
         check(Namespace(**SERVED | arguments))
+
+
+def test_every_argument_of_a_refusal_counts():
+    """With one less, the same is not said."""
+    for arguments, message in ROWS:
+        for name in arguments:
+            fewer = {other: value for other, value in arguments.items() if other != name}
+            said = refusals.refusals(Namespace(**SERVED | fewer))
+            assert not [each for each in said if re.search(message, each)], (arguments, name)
 
 
 def test_every_row_and_every_rule_refuses_once_and_serves_once():

@@ -81,7 +81,7 @@ def test_a_step_trains_its_own_samples_wherever_a_run_begins(same_step):
 
 
 def test_a_step_of_rows_without_a_token_is_refused():
-    """A resumed run would begin elsewhere; the last one of the data is none."""
+    """A resumed run would begin elsewhere; the last one of the data is none, which is told before it is reached."""
     begins, given = np.arange(9), np.array([5, 9, 0, 0, 7, 7, 0, 0])
     rows = Rows(rows=begins[:-1], begins=begins, lengths=given, context_length=C, num_samples=8)
     packer = Packer(Samples(datasets=[rows], context_length=C), job(num_micro_batches=2))
@@ -90,6 +90,8 @@ def test_a_step_of_rows_without_a_token_is_refused():
         with pytest.raises(ValueError, match="no document begins, or is trained, in the 2 samples from 2 on; "):
             asked()
     left = Packer(Samples(datasets=[rows], context_length=C), job(num_micro_batches=2), first_sample=4)
+    with pytest.raises(ValueError, match="in the 2 samples from 6 on; "):
+        left.check()
     assert [step.batch.documents["document"].tolist() for step in steps_of(left)] == [[4, 5]]
 
 

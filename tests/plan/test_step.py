@@ -246,6 +246,7 @@ def test_what_ranks_do_otherwise_is_in_their_digest(monkeypatch):
     for module, name, other in (
         (placement, "order", lambda work, job: np.arange(len(work))[::-1]),
         (select, "shard", lambda lengths, job: shard(lengths, job.sharded(cp_sharding="per-document"))),
+        (select, "shard", lambda lengths, job: replace(shard(lengths, job), key_bounds=(0.0, 1.0))),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, other)

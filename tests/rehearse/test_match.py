@@ -112,10 +112,13 @@ def test_an_event_orders_streams():
 
 
 def test_a_host_that_waits_for_its_device_calls_nothing_more():
+    """Until all of its streams have ended; one of them has at once."""
+    ended = [run(3, call(rank, Kind.ALL_GATHER, ("2//cuda//0", (0, 1)))) for rank in (0, 1)]
     gathers = [run(1, call(0, Kind.ALL_GATHER)), run(2, call(0, Kind.ALL_GATHER, OTHER))]
-    other = [run(1, call(1, Kind.ALL_GATHER, OTHER)), run(1, call(1, Kind.ALL_GATHER))]
-    assert match([gathers, other], False) == []
-    assert len(match([[gathers[0], (Kind.SYNC_DEVICE, 0, 0, []), gathers[1]], other], False)) == 2
+    other = [ended[1], run(1, call(1, Kind.ALL_GATHER, OTHER)), run(1, call(1, Kind.ALL_GATHER))]
+    assert match([[ended[0], *gathers], other], False) == []
+    waits = [ended[0], gathers[0], (Kind.SYNC_DEVICE, 0, 0, []), gathers[1]]
+    assert len(match([waits, other], False)) == 2
 
 
 def test_ranks_that_did_not_run_call_what_others_call():

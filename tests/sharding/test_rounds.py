@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.lengths import f2
 from megatron_wlb.cost.attention import attention_kernels
-from megatron_wlb.documents import Keys
+from megatron_wlb.documents import Keys, Near, Share
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.model import MODELS
 from megatron_wlb.sharding import select
@@ -75,6 +75,14 @@ def test_in_a_window_all_that_is_exchanged_moves_at_once(case, window):
 def test_without_a_unit_of_time_shared_documents_go_together():
     plan = in_rounds(per_sequence(np.array([8, 100, 20], np.int64), 2), round_costs(job(cp=2)))
     assert plan.rounds == (Keys.WHOLE, Keys.SHARED)
+
+
+def test_in_a_window_documents_in_shares_go_together():
+    plan = in_rounds(per_sequence(np.array([8, 100, 20], np.int64), 2), round_costs(job(cp=2)))
+    in_shares = replace(plan, key_bounds=(0.0, 0.5, 1.0))
+    shares = (Share(0.0, 0.5), Share(0.5, 1.0))
+    assert in_shares.rounds_of(None) == in_shares.rounds == (Keys.WHOLE, Keys.OWN, *shares)
+    assert in_shares.rounds_of(4) == plan.rounds_of(4) == (Keys.WHOLE, Near(4))
 
 
 def test_a_job_shards_for_the_least_time_of_both():

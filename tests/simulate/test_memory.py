@@ -15,6 +15,7 @@ from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import (
     attention_backward_bytes,
+    depth_bytes,
     gpu_weights,
     held_bytes,
     largest_max_tokens,
@@ -22,7 +23,6 @@ from megatron_wlb.simulate.memory import (
     layer_input_bytes,
     mlp_backward_bytes,
     most_kept,
-    mtp_bytes,
     one_document,
     peak_bytes,
     step_peak_bytes,
@@ -104,7 +104,7 @@ def test_the_peak_adds_up():
         == (on_stage - 4 * 4096 * 128 - 6 * 12 * 12 * 12288**2) / 8 + 4 * 4096 * 128
     )
     ahead = replace(GPT3, model=replace(GPT3_SHAPE, mtp_num_layers=1))
-    assert at(7, model=ahead.model) - at(7) == 4096 * mtp_bytes(ahead)
+    assert at(7, model=ahead.model) - at(7) == 4096 * depth_bytes(ahead)
     # Its layer, the joining matrix, and where it is not with the embedding of the first stage another one.
     for pp, embedding in ((8, 51200 * 12288), (1, 0)):
         given, plain = (gpu_weights(in_parallel(each, pp=pp))[0, -1] for each in (ahead, GPT3))
