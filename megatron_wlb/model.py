@@ -183,7 +183,7 @@ class ModelShape:
         """Return twice the token pairs of documents that are beyond windows, averaged over layers with attention,
         int64 [n]."""
         if self.window is None:
-            return np.zeros(len(lengths), np.int64)
+            return np.zeros_like(lengths, np.int64)
         beyond = np.maximum(lengths.astype(np.int64) - self.window - 1, 0)
         share = Fraction(self.layer_kinds.count(WINDOWED), self.attention_layers or 1)
         return beyond * beyond * share.numerator // share.denominator
@@ -220,8 +220,7 @@ class ModelShape:
 
     @property
     def compressed(self) -> tuple[int, ...]:
-        """Values of a row that queries, and that keys and values, are expanded from, and those that are rotated; ()
-        where the hidden state is projected to Q, K and V."""
+        """Values of the latents of queries and of keys and values, and of the rotated key part; () without latents."""
         return (self.q_lora_rank, self.kv_lora_rank, self.qk_pos_emb_head_dim) if self.kv_lora_rank else ()
 
     @property
