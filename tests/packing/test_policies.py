@@ -1,5 +1,7 @@
 """Packing policies: worked by hand, and what no policy may ever do to a document; flags and a policy of one's own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from benchmarks.fixed import FixedPacking
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, policy_of
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.megatron import MegatronPacking, without_wlb
 from megatron_wlb.packing.paper import BACKLOG_STEPS, LATE_STEPS, PaperPacking, assign
 from megatron_wlb.plan.packer import Packer
 from tests.jobs import job, samples
@@ -117,6 +119,18 @@ def test_original_by_hand():
         [[(0, 0, 4), (4, 0, 6)], [(10, 6, 3), (13, 0, 7)]],
         [[(20, 7, 3), (23, 0, 7)], []],  # the data ends
     ]
+
+
+def test_megatron_alone_has_nothing_of_ours():
+    sizes = {"num_micro_batches": 4, "global_batch_size": 8, "max_tokens": 128, "tp_tile_rows": 64}
+    given = job(**sizes, tp=2, cp=2, pp=2, vpp=2)
+    alone = without_wlb(given)
+    assert given.overlap_transfers and given.reorders
+    assert alone.packing == MegatronPacking() and (alone.num_micro_batches, alone.max_tokens) == (8, 64)
+    assert not (alone.overlap_transfers or alone.reorder or alone.tp_tile_rows)
+    assert (alone.cp_exchange, alone.sharding.cp_sharding, alone.parallel.group_size) == ("ring", "per-document", 2)
+    assert without_wlb(replace(given, parallel=replace(given.parallel, group_size=4))).parallel.group_size == 4
+    assert without_wlb(job(num_micro_batches=5, pp=4, vpp=2, group_size=5)).parallel.group_size == 5
 
 
 def test_fixed_spreads_the_last_documents():
