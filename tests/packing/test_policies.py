@@ -1,5 +1,7 @@
 """Packing policies: worked by hand, and what no policy may ever do to a document; flags and a policy of one's own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,9 +9,10 @@ from hypothesis import strategies as st
 
 from benchmarks.fixed import FixedPacking
 from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.model import MODELS
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, policy_of
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.megatron import MegatronPacking, without_wlb
 from megatron_wlb.packing.paper import BACKLOG_STEPS, LATE_STEPS, PaperPacking, assign
 from megatron_wlb.plan.packer import Packer
 from tests.jobs import job, samples
@@ -29,6 +32,13 @@ def pieces(packing):
 
 def waiting(policy):
     return {name: rows["index"].tolist() for name, rows in policy.waiting().items()}
+
+
+def test_megatron_gathers_keys_where_layers_have_windows():
+    """Its ring has none."""
+    for pattern, exchange in (("*", "ring"), ("W*", "all")):
+        model = replace(MODELS["llama2-7b"], window=4096, pattern=pattern)
+        assert without_wlb(job(model=model, cp=2)).cp_exchange == exchange
 
 
 def test_algorithm_1_by_hand():
