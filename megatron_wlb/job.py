@@ -357,7 +357,7 @@ class Job:
 
     @property
     def runs_layers_again(self) -> bool:
-        """Whether layers keep their input alone, and run again as a whole: layers of depths, and `layers_again`."""
+        """Whether layers keep their input alone, and run again as a whole: `layers_again`, and all of depths."""
         return self.recompute.granularity == "full"
 
     def layers_again(self, layers: np.ndarray) -> tuple[np.ndarray, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import megatron_wlb
 
 PACKAGE = Path(megatron_wlb.__file__).parent
-STAND_IN = "adapter/cpu_linear.py"
+STAND_IN = "adapter/cpu/linear.py"
 """Kernels for a CPU, for tests alone."""
 FEATURES = {
     "experts": ("num_experts|moe_router_topk|EXPERTS", 4),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.analyze.lengths import documents_of
-from megatron_wlb.cli.analyze.table import verdict
+from megatron_wlb.cli.analyze.report import Reading
+from megatron_wlb.cli.analyze.table import CLEAR, verdict
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import profile_file
 from megatron_wlb.plan.alone import activation_bytes, other_sizes
@@ -200,6 +201,19 @@ def test_several_windows_are_tried_as_training_does(tmp_path):
     assert unknown.job.num_micro_batches >= 64 and unknown.of_run.micro_batch_size == 4
     assert verdict(report(unknown, 0.5)) == ("No clear gain", "close")
     assert verdict(report(found, 0.5)) == ("Do not use it", "loss")
+
+
+def test_a_gain_is_clear_if_large_certain_and_under_all_assumptions(data):
+    job = setup(JOB, "--data-path", data)
+
+    def said(speedup, error=0.0, least=1.01, waiting=0.006):
+        readings = [Reading("half the bandwidth", 1.0, least), Reading("other kernels", 1.0, 1.3)]
+        return verdict(report(job, speedup, error=error, readings=readings, waiting=waiting))[0]
+
+    assert said(1 + CLEAR + 1e-9) == said(1.2, error=0.09) == "Use it"
+    assert said(1 + CLEAR - 1e-9) == said(1.2, error=0.11) == said(1.2, least=0.99) == "No clear gain"
+    assert said(0.9) == "Do not use it" and said(0.9, error=0.06) == said(0.996) == "No clear gain"
+    assert said(1.2, waiting=0.004) == said(1.01, waiting=0.004) == "Nothing to balance"
 
 
 def test_overlapped_communication_counts_in_all_columns(tmp_path, long):

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_wlb.cli.analyze.report import Others, Ratio, Steps, at_its_best, compared
+from megatron_wlb.cli.analyze.entries import _alternatives
+from megatron_wlb.cli.analyze.report import Faster, Others, Ratio, Steps, at_its_best, compared
 from megatron_wlb.cli.analyze.setup import Schemes
+from megatron_wlb.cli.analyze.table import _faster
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.describe import alternatives
+from megatron_wlb.describe.alternatives import Alternative
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
@@ -18,7 +21,7 @@ from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.samples import Samples, windows
 from megatron_wlb.simulate.memory import peak_bytes
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, N, analyse, setup
+from tests.cli.analyses import JOB, N, analyse, report, run, setup
 
 
 def with_a_flag(setup):
@@ -103,6 +106,42 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
     assert relieved(pp=2) == "Et*17|t*15L"
     assert relieved(pp=4, split=Split(decoder_last_pipeline_num_layers=5)) is None
     assert relieved("llama2-7b", pp=4) is relieved() is None
+
+
+def test_what_is_faster_is_told_by_its_kind(data):
+    """In the JSON with its own values; at the top of the report the fastest layout and recomputation."""
+    given = setup(JOB, "--wlb-micro-batches 4 --data-path", data)
+
+    def faster(kind, flags, gain=1.1, **megatron):
+        return Faster(Alternative(kind, flags, given.job), gain, 1.2, 0.5, 0.01, **megatron)
+
+    layouts = [faster("layouts", flags, 1.3, megatron=1.0) for flags in ("--first", "--second")]
+    every = [*layouts, faster("recompute", ""), faster("delay", "--late"), faster("other_flags", "--other")]
+    gains = {"gain": 1.1, "speedup": 1.2, "late_steps": 0.5, "speedup_error": 0.01}
+    job, gib = given.job, alternatives.gib(given.job)
+    found = _alternatives(report(given, 1.1, faster=every))
+    assert [each["flags"] for each in found["layouts"]] == ["--first", "--second"]
+    assert found["layouts"][0] == gains | {
+        **{"tp": 1, "cp": 1, "pp": 1, "vpp": 1, "dp": 1, "num_micro_batches": 4, "max_tokens": job.max_tokens},
+        **{"gib": gib, "megatron": 1.0, "flags": "--first", "gain": 1.3},
+    }
+    assert found["recompute"] == {"flags": "", "gib": gib} | gains
+    assert found["delay"] == {"flag": "--late", "num_micro_batches": 4} | gains
+    assert found["other_flags"] == [{"flag": "--other"} | gains]
+    told = [line.split(",")[0] for line in _faster(report(given, 1.1, faster=every))]
+    assert told == [f"{how} on the same GPUs" for how in ("Without recomputation", "With --first")]
+    nothing = report(given, 1.1, faster=[faster("recompute", "", 1.04)])
+    assert not list(_faster(nothing)) and _alternatives(nothing)["delay"] is None
+
+
+def test_a_run_that_offloads_activations_has_the_recomputation_that_fits():
+    words = "--model llama2-7b --num-layers 4 --tensor-model-parallel-size 8 --num-gpus 8 --global-batch-size 4"
+    words += " --mock-data --fine-grained-activation-offloading --seq-length"
+    fits, large = (run(words, size) for size in (4 << 17, 6 << 17))
+    assert fits.on_device().recompute is None
+    flags = "--recompute-granularity selective --recompute-modules mlp"
+    assert large.on_device().job().recompute.flags == flags
+    assert f"wants {flags} to fit GPUs of 80 GiB" in large.screened.remarks[-1]
 
 
 def test_other_layouts_have_the_tokens_of_the_run(data):

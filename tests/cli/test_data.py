@@ -6,6 +6,9 @@ import shlex
 import numpy as np
 import pytest
 
+from megatron_wlb.cli import data
+from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.describe.flags import RunSettings
 from tests.adapter.datasets import write_lengths
 from tests.cli.analyses import MODEL, described
 from tests.limits import limited
@@ -22,8 +25,8 @@ def prefixes(tmp_path_factory):
 
 
 def samples(*words):
-    data = described(MODEL, f"--seq-length {WINDOW} --global-batch-size 2", *words).data
-    return data.samples(1234, WINDOW, SAMPLES)
+    found = described(MODEL, f"--seq-length {WINDOW} --global-batch-size 2", *words)
+    return found.data.samples(1234, WINDOW, SAMPLES)
 
 
 def test_weights_of_a_blend_are_shares(prefixes):
@@ -61,6 +64,16 @@ def test_numbers_of_a_split_are_those_of_upstream(prefixes):
 def test_data_that_train_nothing_are_refused(words, message, prefixes):
     with pytest.raises(ValueError, match=message):
         samples(words.replace("LAST", prefixes[2]))
+
+
+def test_rows_of_conversations_are_split_as_documents_are(monkeypatch):
+    """Four rows of 2, 1, 4 and 5 conversations."""
+    read = np.arange(1, 13), np.array([0, 2, 3, 7, 12])
+    monkeypatch.setattr(data, "_conversations", lambda *_: read)
+    for split, rows in (("1", 4), ("1,1", 2), ("3,1", 3)):
+        found = data.data_of(MegatronArguments(sft=True, data_path=("file",), split=split), [], RunSettings())
+        assert [each.tolist() for each in found.begins] == [read[1][: rows + 1].tolist()]
+        assert [each.tolist() for each in found.lengths] == [read[0][: read[1][rows]].tolist()]
 
 
 @pytest.mark.parametrize(

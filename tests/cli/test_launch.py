@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.cli.launch import read_command, read_flags
-from megatron_wlb.cli.screen import usual
-from megatron_wlb.describe.arguments import Refused, rows
+from megatron_wlb.cli.launch import Launched, read_command, read_flags
+from megatron_wlb.cli.screen import screen, usual
+from megatron_wlb.describe.arguments import MegatronArguments, Refused, rows
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, MODEL, RUN, C, described, printed, refused, run
@@ -221,6 +221,17 @@ def test_what_training_switches_off_is_named():
 )
 def test_what_is_not_simulated_is_said(flags, note):
     assert any(note in each for each in run(RUN, JOB, flags).screened.remarks)
+
+
+@pytest.mark.parametrize("way", ["p2p", "allgather"])
+def test_both_ways_of_context_parallelism_are_simulated(way):
+    assert not any("--cp-comm-type" in each for each in run(RUN, JOB, "--cp-comm-type", way).screened.remarks)
+
+
+@pytest.mark.parametrize(("is_log", "refused"), [(True, []), (False, ["--tensor-parallel-num-weight-shards"])])
+def test_weight_shards_that_a_log_shows_were_not_given(is_log, refused):
+    launched = Launched({"tensor_parallel_num_weight_shards": 1}, [], "command", is_log=is_log)
+    assert screen(launched, MegatronArguments(), model=None, approximate=False).refused == refused
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,18 @@ def test_the_fit_recovers_constants_from_noisy_times(rows):
         assert error[name]["shapes_fitted"] + error[name]["shapes_held_out"] == len(shards)
 
 
+def test_the_error_is_of_shapes_that_were_not_fitted():
+    """All others take the times of the model, these half as long again."""
+    shards = [plan.shards[rank] for plan, rank in calibration.shapes(4096)]
+    times = KernelTimes(launch=20.0, tile=0.03, query_tile=0.1, hidden=0.01)
+    us = calibration.predict(times, np.array([calibration.count(s, 8, 64) for s in shards]))
+    held_out = np.random.default_rng(0).permutation(len(shards)) % 3 == 2
+    _, error = calibration.fit_directions(shards, np.stack([us * (1 + held_out / 2)] * 2, axis=1), 8, (64,))
+    for each in error.values():
+        assert each["held_out_median"] == each["held_out_p90"] == pytest.approx(1 / 3, abs=1e-3)
+        assert each["shapes_held_out"] == held_out.sum()
+
+
 def test_times_that_do_not_grow_are_refused():
     shards = [plan.shards[rank] for plan, rank in calibration.shapes(512)]
     launches = np.array([calibration.count(s, 1, 128)[:1] * 2 for s in shards], float)

@@ -53,7 +53,9 @@ def test_a_report(folder, data, tmp_path, capsys):
     assert found["ratio"] == pytest.approx(ratios.mean())
     assert found["error_by_turns"] == pytest.approx(ratios.std(ddof=1) / np.sqrt(2))
     assert [pair["turns"] for pair in found["pairs"]] == [[1, 2], [3, 4]]
-    assert 0 < found["error_within_turns"] < found["error"] == found["error_by_turns"]
+    within = np.linalg.norm([pair["error"] for pair in found["pairs"]]) / 2
+    assert found["error_within_turns"] == pytest.approx(within)
+    assert 0 < within < found["error"] == found["error_by_turns"]
     assert found["digests"] == {"steps": STEPS, "equal": STEPS, "first_other": None}
     assert found["loss_difference"] == pytest.approx(1.1e-5, rel=1e-2)
     assert found["loss_difference_without"] == pytest.approx(2e-6, rel=1e-2)

@@ -162,6 +162,14 @@ def test_verl_takes_more_micro_batches_where_they_do_not_fit(seqlen_balancing):
             seqlen_balancing.rearrange_micro_batches(batch_of([9000]), 8192)
 
 
+def test_verl_has_no_more_micro_batches_than_sequences(seqlen_balancing):
+    """Seven would be fastest, but are no whole groups, and eight need a sequence more."""
+    with verl.balanced(job_on(pp=2)):
+        for group, count in ((None, 7), (2, 6), (3, 6)):
+            _, rows = seqlen_balancing.rearrange_micro_batches(batch_of([3000] * 7), 8192, num_batches_divided_by=group)
+            assert len(rows) == count
+
+
 def test_forced_groups_stay_verls(seqlen_balancing):
     batch = batch_of(drawn(96))
     _, theirs = seqlen_balancing.rearrange_micro_batches(batch, 16384, force_group_size=2)
@@ -236,7 +244,9 @@ def their_schedule(args, train_parallel_config, total_lengths, *, global_batch_s
 def test_every_sample_of_slime_runs_in_its_step(layout, monkeypatch):
     loop = module(monkeypatch, "slime.utils.dp_schedule", build_dp_schedule=their_schedule)
     user = module(monkeypatch, "slime.ray.rollout", build_dp_schedule=their_schedule)
-    on, lengths = job_on(**layout), drawn(96)
+    on = job_on(**layout)
+    limit = LONGEST * on.parallel.cp
+    lengths = [limit, *drawn(95)]
     config = {"dp_size": 4, "cp_size": on.parallel.cp, "vpp_size": on.parallel.vpp}
     config["microbatch_group_size_per_vp_stage"] = on.parallel.pp
     given = {"global_batch_size": 20, "rollout_indices": [i // 2 for i in range(96)]}
@@ -252,7 +262,6 @@ def test_every_sample_of_slime_runs_in_its_step(layout, monkeypatch):
             user.build_dp_schedule(args, config, lengths, **given | {"global_batch_size": 1})
     assert loop.build_dp_schedule is user.build_dp_schedule is their_schedule
     assert sizes == [20, 20] and sorted(chain.from_iterable(ranks)) == list(range(80))  # it drops what is left over
-    limit = LONGEST * on.parallel.cp
     for rank, mine in zip(ranks, places, strict=True):
         assert list(chain.from_iterable(mine)) == list(range(len(rank))) and len(mine) == sum(counts)
         assert {rank[i] < 40 for rows in mine[: counts[0]] for i in rows} == {True}

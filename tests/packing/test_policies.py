@@ -129,6 +129,18 @@ def test_original_by_hand():
     ]
 
 
+def test_megatron_alone_has_nothing_of_ours():
+    sizes = {"num_micro_batches": 4, "global_batch_size": 8, "max_tokens": 128, "tp_tile_rows": 64}
+    given = job(**sizes, tp=2, cp=2, pp=2, vpp=2)
+    alone = without_wlb(given)
+    assert given.overlap_transfers and given.reorders
+    assert alone.packing == MegatronPacking() and (alone.num_micro_batches, alone.max_tokens) == (8, 64)
+    assert not (alone.overlap_transfers or alone.reorder or alone.tp_tile_rows)
+    assert (alone.cp_exchange, alone.sharding.cp_sharding, alone.parallel.group_size) == ("ring", "per-document", 2)
+    assert without_wlb(replace(given, parallel=replace(given.parallel, group_size=4))).parallel.group_size == 4
+    assert without_wlb(job(num_micro_batches=5, pp=4, vpp=2, group_size=5)).parallel.group_size == 5
+
+
 def test_fixed_spreads_the_last_documents():
     policy = fixed(global_batches=4)
     assert packed(pack(policy, documents([9, 4, 4, 4]), exhausted=True)) == [[0], [1]]

@@ -165,6 +165,11 @@ def test_sequences_that_do_not_fit_take_few_attempts(monkeypatch):
     assert len(tried) <= len(closed.TIMES_THE_FEWEST)  # none of 64 tokens shares a micro-batch of 80
 
 
+@pytest.mark.parametrize(("length", "count"), [(64, 4), (65, 8)])
+def test_two_sequences_share_a_micro_batch_that_both_just_fill(length, count):
+    assert len(balance([length] * 8, job_on(2)).batch) == count
+
+
 @pytest.mark.parametrize(("gain", "chosen"), [(0.002, 0), (0.02, -1)])
 def test_the_fewest_micro_batches_are_taken_that_are_about_as_fast(gain, chosen, monkeypatch):
     tried, best_with = [], closed._best_with

@@ -66,6 +66,16 @@ def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, 
     assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype] * (2 if latents and dtype == BF16 else 1))
 
 
+def test_calls_of_one_round_are_summed_in_fp32(monkeypatch):
+    """Heads and tails see the same keys, which latents were expanded to."""
+    backend, seen = Float64(), []
+    backward = backend.backward
+    monkeypatch.setattr(backend, "backward", lambda *x: seen.append((x[-2].dtype, x[-1].adds_up)) or backward(*x))
+    options = AttentionOptions(backend=backend, latents=True)
+    all_ranks(*inputs(192, (8, 2), HEAD_SIZE, BF16), per_document(np.array([192]), 2), options)
+    assert seen == [(FP32, False), (FP32, True)] * 2
+
+
 def test_what_is_measured_is_what_runs(monkeypatch):
     """Every call of forward and backward of a rank, in all rounds, with as many keys."""
     lengths, model = np.array([96, 5, 61, 18, 34], np.int64), shape(1, 64, 1, 8, 2, 0, kv_channels=HEAD_SIZE)

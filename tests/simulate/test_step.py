@@ -83,6 +83,16 @@ def test_gradients_and_the_optimizer_by_hand(backward):
     assert step.time == pytest.approx(end + step.gradients + step.optimizer + step.parameters)
 
 
+def test_stages_before_data_parallel_ranks_leave_fewer_of_these_in_a_node():
+    """Eight ranks in one node, or four and four with a stage between any two."""
+    profile = replace(load_profile("h100-fa2"), dp_overlap=0.5)
+    for stages_before_dp, stride in ((False, 1), (True, 2)):
+        one = job(pp=2, dp=8, stages_before_dp=stages_before_dp, profile=profile)
+        step, weights = simulate_step(one, [shards_of(one, [[100]])] * 8), 4 * (4 * 4096**2 + 3 * 4096 * 11008)
+        gathered = H100_NETWORK.collective("all_gather", 2 * weights, Group(size=8, stride=stride))
+        assert step.parameters == pytest.approx(gathered / 2)
+
+
 @given(st.sampled_from(JOBS), st.data())
 @settings(max_examples=30)
 def test_the_parts_of_a_step_sum_to_it(one, data):
