@@ -37,8 +37,8 @@ class FixedPacking(Packing):
         return str(self.global_batches) if self.global_batches > 1 else ""
 
     @property
-    def delays(self) -> bool:
-        return self.global_batches > 1
+    def same_steps(self) -> bool:
+        return self.global_batches == 1
 
     def policy(self, job: Job) -> "WindowPolicy":
         return FixedPolicy(job, self.global_batches)

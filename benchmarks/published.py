@@ -28,7 +28,7 @@ from benchmarks.lengths import DATA, attention_job, padded
 from benchmarks.results import Row
 from megatron_wlb.cost.linear import memory_bound, output_matrix, products
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.describe.megatron import tp_overlap
+from megatron_wlb.describe.tiles import overlap
 from megatron_wlb.hardware.profile import GPUS, Profile, generations, gpu_of, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import FULL, MODELS, ModelShape, shape
@@ -285,7 +285,7 @@ def job_of(row: Row, run: Run) -> Job:
         fused_experts=run.fused_experts,
         fp8_attention=run.fp8_attention,
         recompute=again,
-        tp_overlap=tp_overlap(tp) if run.tp_comm_overlap else 0.0,
+        tp_overlap=overlap(tp) if run.tp_comm_overlap else 0.0,
         cp_exchange="ring",
         overlap_transfers=False,
     ).sharded(cp_sharding="per-document")
@@ -333,7 +333,7 @@ def training(row: Row) -> Iterator[Row]:
     flops = row.get("attention_flops") or ("causal" if "llama-3.1" in row["source"] else "full")
     model, pairs = job.model, job.context_length / (2 if flops == "causal" else 1)
     layers, ahead = model.num_layers + model.mtp_num_layers, model.mtp_num_layers
-    weights = layers * model.layer_weights + (1 + ahead) * model.vocabulary_weights + ahead * model.joining_weights
+    weights = layers * model.layer_weights + (1 + ahead) * model.vocabulary_weights + ahead * model.joining.weights
     of_token = 6 * (weights + layers * (model.query_size + model.output_size) * pairs)
     tflops = of_token * tokens / gpus / seconds / 1e12
     value = 100 * tflops / 989 if quantity.startswith("mfu") else tflops

@@ -38,17 +38,17 @@ from megatron_wlb.cli.analyze.report import steps_of as steps_of_report
 from megatron_wlb.cli.analyze.setup import Setup
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.cli.main import Parser
-from megatron_wlb.describe.alternatives import gib, relieved
+from megatron_wlb.describe import tiles
+from megatron_wlb.describe.alternatives import gib, recomputed, relieved
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.packing.paper import PaperPacking
-from megatron_wlb.plan.micro_batches import predictions, recomputed
+from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
@@ -155,8 +155,7 @@ def job_of(case: Case, *, wider: int = 1, **changes: Any) -> Job:
     experts = {"moe_dispatcher": "flex"} if "ep" in sizes else {}
     parallel = Parallel(**sizes | {"cp": wider * sizes["cp"], "dp": case.dp // wider})
     given = {
-        "tp_overlap": tp_overlap(parallel.tp),
-        "tp_tile_rows": tile_rows(MegatronArguments(tp_comm_overlap=True, seq_length=case.window), parallel),
+        **tiles.settings(MegatronArguments(tp_comm_overlap=True, seq_length=case.window), parallel, 1),
         "model": MODELS[model],
         "context_length": case.window,
         "global_batch_size": case.windows * case.dp,
@@ -218,7 +217,7 @@ class Totals(NamedTuple):
 
 def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Totals:
     packer, times, summaries, exchange = Packer(data, job), [], [], 0.0
-    for _ in range(WARM_UP if job.packing.delays else 0):
+    for _ in range(0 if job.packing.same_steps else WARM_UP):
         packer.next()
     for _ in range(steps):
         packed = packer.next()
@@ -254,7 +253,7 @@ def rows_of(case: Case, steps: int) -> list[Row]:
         found[scheme] = of = measured(job, data, steps, across=scheme == ACROSS)
         row = case._asdict() | {"scheme": scheme, "N": job.global_batch_size, "micro_batches": job.num_micro_batches}
         row["ms"] = of.time.mean() / 1e3
-        ratio, error = over(found[RING], of, same_steps=not job.packing.delays)
+        ratio, error = over(found[RING], of, same_steps=job.packing.same_steps)
         row |= {f"over {RING}": ratio, f"over {RING}, error": error, "exchange": of.exchange}
         rows.append(row | {"late_steps": of.late_steps})
     per_work = {scheme: (of.limit.sum() / of.work.sum(), of.work.sum() / of.time.sum()) for scheme, of in found.items()}
@@ -276,8 +275,8 @@ def remembered(case: Case, steps: int | None = None, profile: str = "F2") -> Row
     rings = (without_wlb(job_of(case, recompute=way)) for way in ways(free))  # the fastest first
     ring = next(each for each in rings if gib(each) * 2**30 <= device)
     budget = device - weight_bytes(free)
-    ours, *_ = recomputed(free, partial(job_of, case, budget_bytes=budget), data, budget)
-    theirs, mine = (_setup(case, job.recompute.flags, profile) for job in (ring, ours.job))
+    (ours, _), *_ = recomputed(free, partial(job_of, case, budget_bytes=budget), data, budget)
+    theirs, mine = (_setup(case, job.recompute.flags, profile) for job in (ring, ours))
     of = steps_of_report(mine.job) if steps is None else Steps(steps, steps)
     alone, _ = at_its_best(
         theirs.without_wlb(), theirs.run.budget or 0.0, Steps(few := min(of.simulated, READING_STEPS), few)

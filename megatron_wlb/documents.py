@@ -7,7 +7,6 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
-from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -191,18 +190,11 @@ class ShardPlan:
         return calls if of is Keys.ALL else calls[:1] if of is Keys.WHOLE else calls[1:]
 
 
-def document_work(
-    lengths: np.ndarray, crossover_tokens: int, window: int | None = None, windowed: Fraction = Fraction(1)
-) -> np.ndarray:
+def document_work(lengths: np.ndarray, crossover_tokens: int) -> np.ndarray:
     """Work of documents of `lengths` (int64 [n]), int64 [n]; packing and placement balance it.
 
     W(d) = d * Lc + d * d, in attended token pairs: an integer, equal in C++ and Python. Lc, the crossover length, is
-    where attention costs as much as everything else (paper, equation 2 with W_a ~ d^2 and W_l ~ d). In the share
-    `windowed` of the layers a query sees `window` keys before its own, which spares (d - window - 1)^2.
+    where attention costs as much as everything else (paper, equation 2 with W_a ~ d^2 and W_l ~ d).
     """
     lengths = lengths.astype(np.int64)
-    work = lengths * (lengths + crossover_tokens)
-    if window is None:
-        return work
-    beyond = np.maximum(lengths - window - 1, 0)
-    return work - beyond * beyond * windowed.numerator // windowed.denominator
+    return lengths * (lengths + crossover_tokens)

@@ -3,6 +3,7 @@
 `describe.megatron` builds it once, from final values; everything below `describe` takes it.
 """
 
+import contextlib
 import json
 import math
 from abc import abstractmethod
@@ -131,21 +132,12 @@ class Recompute:
         checked(self)
 
     @property
-    def dropped(self) -> tuple[str, ...]:
-        return self.modules if self.granularity == "selective" else ()
-
-    @property
     def flags(self) -> str:
         """Megatron's flags for it, "" for none."""
+        selects = self.granularity == "selective"
         named = {"granularity": self.granularity, "method": self.method, "num-layers": self.num_layers}
         given = [f"--recompute-{name} {value}" for name, value in named.items() if value is not None]
-        return " ".join([*given, *(["--recompute-modules", *self.modules] if self.dropped else [])])
-
-    def whole(self, layers: np.ndarray) -> np.ndarray:
-        """Return how many of the `layers` of a virtual stage run again as a whole; float64, as `layers`."""
-        if self.granularity != "full":
-            return np.zeros(np.shape(layers))
-        return np.minimum(self.num_layers or 0, layers) if self.method == "block" else np.asarray(layers, float)
+        return " ".join([*given, *(["--recompute-modules", *self.modules] if self.modules and selects else [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,13 +188,9 @@ class Packing:
         return f"{self.name}:{self.parameter}" if self.parameter else self.name
 
     @property
-    def delays(self) -> bool:
-        """Whether documents may run in a later step than Megatron's."""
-        return False
-
-    def delayed(self, steps: int) -> "Packing | None":
-        """Return this policy where documents may wait so many steps; None: they may already, or never may."""
-        return None
+    def same_steps(self) -> bool:
+        """Whether every step trains the documents of Megatron's; else they may wait for a later one."""
+        return True
 
     def most_step_tokens(self, job: "Job") -> int | None:
         """Most tokens that a step holds, whatever S_max is; None: as many as fit."""
@@ -278,7 +266,7 @@ class Job:
                 f"the work of {self.num_micro_batches} micro-batches of {self.max_tokens} tokens at a crossover of "
                 f"{self.crossover_tokens} overflows 64 bits; lower one of them"
             )
-        if self.keeps_exchanged and not self.model.kv_lora_rank:
+        if self.keeps_exchanged and not self.model.compressed:
             raise ValueError("cp_exchange is 'latents', and the model has none; choose another")
 
     def _check_offloading(self) -> None:
@@ -360,11 +348,45 @@ class Job:
     @property
     def expands_again(self) -> bool:
         """Whether backward expands K and V of all keys from latents again."""
-        return self.keeps_exchanged and self.recompute.granularity != "full"
+        return self.keeps_exchanged and not self.runs_layers_again
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Modules that drop their tensors in forward, and run again in backward."""
+        return self.recompute.modules if self.recompute.granularity == "selective" else ()
+
+    @property
+    def runs_layers_again(self) -> bool:
+        """Whether layers keep their input alone, and run again as a whole: `layers_again`, and all of depths."""
+        return self.recompute.granularity == "full"
+
+    def layers_again(self, layers: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return how many `layers` of virtual stages run again as a whole, and how many of them from one input."""
+        if not self.runs_layers_again:
+            return np.zeros(np.shape(layers)), 1
+        count = self.recompute.num_layers
+        if self.recompute.method == "block":
+            return np.minimum(count or 0, layers), 1
+        return np.asarray(layers, float), min(count or 1, max(1, int(np.max(layers))))
+
+    def on_one_stage(self) -> "Job":
+        """Return the job of one micro-batch with all layers on one stage, as many of which run again, and TP alone."""
+        recompute = self.recompute
+        if recompute.method == "block":  # of every virtual stage
+            with contextlib.suppress(ValueError):  # of uneven ones
+                again, _ = self.layers_again(self.decoder_layers())
+                recompute = replace(recompute, num_layers=int(again.sum()))
+        return replace(
+            self,
+            recompute=recompute,
+            parallel=Parallel(tp=self.parallel.tp, sequence_parallel=self.parallel.sequence_parallel),
+            num_micro_batches=1,
+            global_batch_size=1,
+        )
 
     def work(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the work of documents of `lengths`, int64 [n], see `document_work`."""
-        return document_work(lengths, self.crossover_tokens, self.model.window, self.model.windowed_share)
+        """Return the work of documents of `lengths`, int64 [n]: `document_work`, less the pairs beyond windows."""
+        return document_work(lengths, self.crossover_tokens) - self.model.pairs_beyond(lengths)
 
     @property
     def pooled_crossover_tokens(self) -> int:
@@ -433,9 +455,9 @@ class Job:
         return self.parallel.split.layers(self.model.num_layers, self.parallel.pp, self.parallel.vpp)
 
     def layers(self) -> np.ndarray:
-        """Return `decoder_layers` plus MTP layers on the last virtual stage."""
+        """Return `decoder_layers`, and on the last virtual stage a layer for every depth (`ModelShape.depths`)."""
         layers = self.decoder_layers()
-        layers[-1, -1] += self.model.mtp_num_layers
+        layers[-1, -1] += self.model.depths
         return layers
 
     def layers_by_kind(self) -> np.ndarray:
@@ -445,8 +467,8 @@ class Job:
         for kind in self.model.kinds:
             counts = np.append(0, np.cumsum(kinds == kind))
             found.append(counts[ends] - counts[ends - stages])
-            # Megatron numbers MTP layers from 1 again.
-            found[-1][-1, -1] += (np.resize(kinds, self.model.mtp_num_layers) == kind).sum()
+            # Megatron numbers layers of depths from 1 again.
+            found[-1][-1, -1] += (np.resize(kinds, self.model.depths) == kind).sum()
         return np.array(found).swapaxes(1, 2)
 
     def to_json(self) -> dict[str, Any]:

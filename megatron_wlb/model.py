@@ -1,7 +1,7 @@
 """Shapes of decoder-only models, by Megatron's names for their sizes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -122,7 +122,7 @@ class ModelShape:
         known = FULL + WINDOWED + "".join(MIXERS) + (MLP + EXPERTS) * self.hybrid
         needs = {
             WINDOWED: ("window (--window-size)", self.window is not None),
-            EXPERTS: ("moe_router_topk (--num-experts)", self.moe_router_topk > 0),
+            EXPERTS: ("moe_router_topk (--num-experts)", self.is_mixture),
             **{kind: (name, getattr(self, name) is not None) for kind, name in MIXERS.items()},
         }
         where = "--hybrid-layer-pattern" if self.hybrid else "pattern"
@@ -142,9 +142,6 @@ class ModelShape:
     def kinds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.layer_kinds))
 
-    def window_of(self, kind: str) -> int | None:
-        return self.window if kind == WINDOWED else None
-
     def parts_of(self, kind: str) -> str:
         """Return the parts of a layer, a letter each."""
         return kind if self.hybrid else kind + self.feed_forward
@@ -152,23 +149,27 @@ class ModelShape:
     @property
     def feed_forward(self) -> str:
         """The part of layers behind attention; of a hybrid model, the larger one."""
-        return EXPERTS if self.moe_router_topk else MLP
+        return EXPERTS if self.is_mixture else MLP
 
     def mixer_of(self, kind: str) -> Mixer | None:
         mixer: Mixer | None = getattr(self, MIXERS[kind]) if kind in MIXERS else None
         return mixer
 
-    @property
-    def has_mixers(self) -> bool:
-        return any(map(self.mixer_of, MIXERS))
-
     def ffn_size_of(self, part: str) -> int:
         return (part == MLP and self.dense_ffn_hidden_size) or self.ffn_hidden_size
 
     @property
+    def window_by_kind(self) -> dict[str, int | None]:
+        """The window of every kind of layers that have attention; None: all of a document."""
+        return {kind: self.window if kind == WINDOWED else None for kind in self.kinds if kind in (FULL, WINDOWED)}
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of attention; None: all of a document."""
-        return tuple(self.window_of(kind) for kind in self.kinds if kind in (FULL, WINDOWED)) or (None,)
+        return tuple(self.window_by_kind.values()) or (None,)
+
+    def without_windows(self) -> "ModelShape":
+        return replace(self, pattern=self.pattern.replace(WINDOWED, FULL))
 
     @property
     def widest(self) -> int | None:
@@ -178,10 +179,14 @@ class ModelShape:
     def attention_layers(self) -> int:
         return sum(self.layer_kinds.count(kind) for kind in (FULL, WINDOWED))
 
-    @property
-    def windowed_share(self) -> Fraction:
-        """Share of the layers with attention that have a window."""
-        return Fraction(self.layer_kinds.count(WINDOWED), self.attention_layers or 1)
+    def pairs_beyond(self, lengths: np.ndarray) -> np.ndarray:
+        """Return twice the token pairs of documents that are beyond windows, averaged over layers with attention,
+        int64 [n]."""
+        if self.window is None:
+            return np.zeros_like(lengths, np.int64)
+        beyond = np.maximum(lengths.astype(np.int64) - self.window - 1, 0)
+        share = Fraction(self.layer_kinds.count(WINDOWED), self.attention_layers or 1)
+        return beyond * beyond * share.numerator // share.denominator
 
     @property
     def query_size(self) -> int:
@@ -214,9 +219,9 @@ class ModelShape:
         return self.num_attention_heads * self.value_channels
 
     @property
-    def latent_size(self) -> int:
-        """Values projected from the hidden state instead of Q, K and V, or 0."""
-        return self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim if self.kv_lora_rank else 0
+    def compressed(self) -> tuple[int, ...]:
+        """Values of the latents of queries and of keys and values, and of the rotated key part; () without latents."""
+        return (self.q_lora_rank, self.kv_lora_rank, self.qk_pos_emb_head_dim) if self.kv_lora_rank else ()
 
     @property
     def projections(self) -> list[tuple[int, int]]:
@@ -226,7 +231,7 @@ class ModelShape:
             return [(queries + self.key_size + self.value_size, self.hidden_size)]
         rotated = self.num_query_groups * self.qk_pos_emb_head_dim
         return [
-            (self.latent_size, self.hidden_size),
+            (sum(self.compressed), self.hidden_size),
             (self.query_size, self.q_lora_rank or self.hidden_size),
             (self.key_size - rotated + self.value_size, self.kv_lora_rank),
         ]
@@ -280,9 +285,14 @@ class ModelShape:
         return self._mean({kind: self.weights_of(kind) for kind in self.kinds})
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether a token goes to some of many experts."""
+        return self.moe_router_topk > 0
+
+    @property
     def is_whole(self) -> bool:
         """Whether all weights are known, not only a token's experts."""
-        return not self.moe_router_topk or self.num_experts > 0
+        return not self.is_mixture or self.num_experts > 0
 
     @property
     def expert_weights(self) -> int:
@@ -297,15 +307,19 @@ class ModelShape:
     @property
     def token_weights(self) -> int:
         """Weights that multiply a token in a layer, with its scan and a share of those outside."""
-        depths = self.mtp_num_layers
-        beside = (1 + depths) * self.vocabulary_weights + depths * self.joining_weights
+        beside = (1 + self.depths) * self.vocabulary_weights + self.depths * self.joining.weights
         scan = self._mean({kind: mixer.scan if (mixer := self.mixer_of(kind)) else 0 for kind in self.kinds})
-        return self.layer_weights + scan + beside // (self.num_layers + depths)
+        return self.layer_weights + scan + beside // (self.num_layers + self.depths)
 
     @property
-    def joining_weights(self) -> int:
-        """Weights of the matrix before an MTP layer."""
-        return 2 * self.hidden_size * self.hidden_size
+    def depths(self) -> int:
+        """Tokens beyond the next that a row predicts, by as many layers after the decoder."""
+        return self.mtp_num_layers
+
+    @property
+    def joining(self) -> Matrix:
+        """The matrix before the layer of a depth: of the embedding and of the hidden state before."""
+        return Matrix("joining", self.hidden_size, 2 * self.hidden_size, "outputs")
 
     @property
     def crossover_tokens(self) -> int:

@@ -115,7 +115,7 @@ def within(name: str, value: Any, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         raise ValueError(message_of(error, value, name)) from None
     except TypeError:
-        raise ValueError(f"{name} is {_short(value)}; it must be {getattr(kind, '__name__', kind)}") from None
+        raise ValueError(f"{name} is {short(repr(value))}; it must be {getattr(kind, '__name__', kind)}") from None
     return value
 
 
@@ -130,16 +130,17 @@ def message_of(error: msgspec.ValidationError, value: Any, name: str = "") -> st
     if "matching regex" in wanted:
         choices = re.search(r"\((.*)\)", wanted)
         wanted = f"one of {choices[1].replace('|', ', ')}" if choices else "text without control characters"
-    return f"{f'{name}{path}'.lstrip('.')} is {_short(value)}; it must be {wanted}"
+    return f"{f'{name}{path}'.lstrip('.')} is {short(repr(value))}; it must be {wanted}"
 
 
 def _kinds(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def short(value: Any, most: int = 40) -> str:
+    """Return the text of a value, cut to so many characters, for messages."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def in_range[F: Callable[..., Any]](function: F) -> F:

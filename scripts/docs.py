@@ -19,8 +19,8 @@ from benchmarks.paper import report
 from benchmarks.results import Row
 from benchmarks.step_time import ACROSS, DELAY, LAYOUTS, OURS, RING, WIDER, Case, flags_of
 from megatron_wlb.adapter.upstream.versions import SUPPORTED
-from megatron_wlb.cli.analyze.report import CLOSE
 from megatron_wlb.describe.adapt import ADAPTATIONS, said
+from megatron_wlb.describe.alternatives import CLOSE
 from megatron_wlb.describe.arguments import Refused, flag_of, rows
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.refusals import RULES

@@ -5,12 +5,16 @@ Hypothesis tries the same examples on every machine; `--hypothesis-profile rando
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that share a core with others wait for each other, for minutes
+# Each process that a test starts would compile the modules of torch and megatron again, for seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None, max_examples=1000)
 settings.load_profile("same")

@@ -38,9 +38,7 @@ FRAMEWORKS = {
     "flash_attn": (),
 }
 """Which rooms may import what; the attention backends find their packages by name."""
-EXTRAS = {
-    f"megatron_wlb.adapter.{name}" for name in "cpu sources.conversations sources.sft tiles upstream.legacy".split()
-}
+EXTRAS = {f"megatron_wlb.adapter.{name}" for name in "cpu sources.conversations tiles upstream.legacy".split()}
 """What only some runs need: others import it inside functions alone."""
 IN_FUNCTIONS = {"cli": ("torch", "adapter", "runtime")}
 """What a room may import inside functions alone, since most of its commands run without."""

@@ -1,6 +1,7 @@
 """Distributed tests without launchers: fork a world of gloo processes from the warm parent."""
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -59,6 +60,7 @@ def _main(
     fn: Callable[..., Any], rank: int, size: int, folder: str, backend: str, writer: Connection, args: tuple[Any, ...]
 ) -> None:
     os.setpgrp()
+    gc.freeze()  # a collection would write to every object of the parent, and so copy its memory
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     tempfile.tempdir = folder  # killed or ended by os._exit, no process cleans up after itself

@@ -36,8 +36,8 @@ from benchmarks.lengths import f2
 from benchmarks.results import Goal, Row, at_least, at_most
 from benchmarks.training_cpu import VOCABULARY, write_dataset
 from megatron_wlb.cli.analyze.report import ratio_of
+from megatron_wlb.describe import tiles
 from megatron_wlb.describe.arguments import MegatronArguments
-from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.hardware.network import Collective
 from megatron_wlb.hardware.profile import gpu_of, load_profile
 from megatron_wlb.job import Job
@@ -343,8 +343,7 @@ def replaced(job: Job, case: Case, profile: str | None) -> Job:
         job = replace(job, profile=load_profile(profile))
     if "--tp-comm-overlap" not in case.flags.split():
         return job
-    asked = MegatronArguments(tp_comm_overlap=True, seq_length=job.context_length)
-    return replace(job, tp_overlap=tp_overlap(job.parallel.tp), tp_tile_rows=tile_rows(asked, job.parallel))
+    return tiles.switched_on(MegatronArguments(seq_length=job.context_length), job) or job
 
 
 def written(args: argparse.Namespace, case: Case, job: Job, rows: list[Row]) -> list[Goal]:

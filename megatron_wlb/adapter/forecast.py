@@ -43,14 +43,10 @@ def _lines(job: Job, run: Description, before: MegatronArguments, data: SplitDat
 
 def _faster(job: Job, run: Description, data: SplitData) -> Iterator[str]:
     first = data.first_sample
-    found = alternatives.recomputation(run, job, data.samples, first_sample=first)
-    if found and found.time * alternatives.WORTH <= 1:
-        flags = found.job.recompute.flags
-        how = f"with {flags}" if flags else "without recomputation"
-        yield f"{how} this run is predicted to be {1 / found.time:.2f} times as fast within memory"
     own = time_per_work(job, job, data.samples, first)
-    layouts = alternatives.layouts(run, job, data.samples, first_sample=first)
-    times = {time_per_work(each, job, data.samples, first): each for each in layouts}
-    if times and (best := min(times)) * alternatives.WORTH <= own:
-        flags = alternatives.layout_flags(times[best])
-        yield f"with {flags} on the same GPUs this run is predicted to be {own / best:.2f} times as fast"
+    for told in alternatives.TOLD.values():
+        ways = told(run, job, data.samples, first_sample=first)
+        times = {time_per_work(each.job, job, data.samples, first): each for each in ways}
+        if times and (best := min(times)) * alternatives.WORTH <= own:
+            how = times[best].words
+            yield f"{how} on the same GPUs this run is predicted to be {own / best:.2f} times as fast"

@@ -59,7 +59,7 @@ class Plans:
             data = self._splits[split]
             (_, job), *later = self._jobs[split]
             packer = Packer(data.samples, job, first_sample=data.first_sample, step=first_step)
-            if split == "train" and job.packing.delays:
+            if split == "train" and not job.packing.same_steps:
                 self._resume(packer, first_step)
             elif split == "train" and first_step:
                 self._leave(first_step)
@@ -161,7 +161,7 @@ class Plans:
         It follows `iteration`, not the last step that ran: a step that failed validation is saved as still to come.
         """
         job = self.job("train", iteration - 1)
-        if job.packing.delays:
+        if not job.packing.same_steps:
             packer = self.trained(iteration).packed.state if iteration > self.first_step else self._first_state
             consumed = self._args.consumed_train_samples
             state.save(state_path(self._args.save, iteration), packer, job, consumed, self._documents)

@@ -59,7 +59,6 @@ class Training:
         if args.rank == 0 and args.save:
             folder = Path(args.save).absolute()  # which upstream makes when it saves
             files.check_room(str(next(each for each in (folder, *folder.parents) if each.is_dir())), "--save")
-        args.sft = False  # by which upstream would take means over our micro-batches in evaluation
         self._run = jobs.described(args)
         self._job = job = self._run.job()
         asked = str(getattr(args, "attention_backend", "auto")).rpartition(".")[2]
@@ -67,7 +66,7 @@ class Training:
         self.attention = AttentionOptions(
             backend=get_backend(self._backend.name, self._device, job.model.head_sizes),
             gradients_in_fp32=job.sharding.cp_gradients == "fp32",
-            latents=job.keeps_exchanged,
+            exchanged_before=job.keeps_exchanged,
         )
         self._kinds = layers.of(args)
         self._tiles: Any = None
@@ -95,13 +94,13 @@ class Training:
     def configure(self, model: Any) -> None:
         """Make upstream build the model of its config as this run needs it."""
         configure(model, options=self.attention, context_length=self._args.seq_length)
-        if self._job.tp_tile_rows:
+        if self._job.tiles:
             model.pre_wrap_hooks.append(self._tiles.tile_layers)
 
     @property
     def _order(self) -> Any:
         """See `BatchDataset`."""
-        return self._tiles.order if self._job.tp_tile_rows else None
+        return self._tiles.order if self._job.tiles else None
 
     @one_line()
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -148,7 +147,7 @@ class Training:
         tried: list[Prediction] = []
         if train := self._splits.get("train"):
             self._job, tried = jobs.best_job(args, self._run, train)
-        windows = None if self._job.packing.delays else args.wlb_windows_per_micro_batch
+        windows = args.wlb_windows_per_micro_batch if self._job.packing.same_steps else None
         apart = self._source.apart or args.dataloader_inter_document_masking
         anew = apart or args.reset_position_ids
         self._readers = {

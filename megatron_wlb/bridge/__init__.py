@@ -10,6 +10,7 @@ import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import fields
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ from megatron_wlb.adapter.training import Training
 from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers
 from megatron_wlb.adapter.upstream.replaced import replaced
 from megatron_wlb.adapter.upstream.versions import check_version, upstream
-from megatron_wlb.bridge import conversations
+from megatron_wlb.bridge import rows
 from megatron_wlb.describe.adapt import adapt
 from megatron_wlb.describe.flags import add_wlb_arguments
 
@@ -53,6 +54,10 @@ _ARGUMENTS = {
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
 }
 """Fields of Bridge's configs whose flags have another name."""
+_REFUSED = """dist.use_decentralized_pg dist.eval_context_parallel_size checkpoint.non_persistent_save_interval
+    train.iterations_to_skip train.step_batch_size_schedule dist.use_torch_fsdp2 model.restore_modelopt_state
+    model.mtp_num_layers model.experimental_attention_variant""".split()
+"""Fields of configs that are not supported."""
 _LAYER_CODES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
@@ -118,8 +123,8 @@ class _Run(Callback):  # type: ignore[misc]
             replaced(setup, "setup_data_iterators", self._iterators, ("cfg", "train_state")),
             replaced(train, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
             replaced(evaluation, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
-            replaced(batch_utils, "prepare_finetuning_batch", _unprepared, prepared),
-            replaced(evaluation, "prepare_finetuning_batch", _unprepared, prepared),
+            replaced(batch_utils, "prepare_finetuning_batch", rows.unprepared, prepared),
+            replaced(evaluation, "prepare_finetuning_batch", rows.unprepared, prepared),
             replaced(checkpointing, "maybe_save_dataloader_state", self._saved, saved),
             prebuilt_dataset_helpers("megatron.bridge.training.initialize"),
             self._while_training,
@@ -183,7 +188,7 @@ class _Run(Callback):  # type: ignore[misc]
             self._args.consumed_valid_samples = train_state.consumed_valid_samples
             if self._args.wlb_sft:
                 built = build_train_valid_test_datasets(cfg, train_valid_test_datasets_provider)
-                self._training.load(built, conversations.split_data)
+                self._training.load(built, rows.split_data)
             else:
                 self._training.load(datasets.build(self._args, get_train_valid_test_num_samples(cfg), cfg.dataset))
             found = self._training.batches().values()
@@ -214,7 +219,7 @@ def arguments(config: ConfigContainer, overlap: Any = None) -> dict[str, Any]:
         found["pipeline_model_parallel_layout"] = "|".join(
             "".join(_LAYER_CODES[layer.name] for layer in stage) for stage in stages
         )
-    found |= _of_rows(dataset) if isinstance(dataset, GPTSFTDatasetConfig) else _of_blends(dataset)
+    found |= rows.arguments(dataset) if isinstance(dataset, GPTSFTDatasetConfig) else _of_blends(dataset)
     return found | {
         "dataloader_type": "external",
         "wlb_dataloader_type": dataset.dataloader_type,
@@ -242,28 +247,6 @@ def _of_blends(dataset: GPTDatasetConfig) -> dict[str, Any]:
     }
 
 
-def _of_rows(dataset: GPTSFTDatasetConfig) -> dict[str, Any]:
-    absent = (
-        "mock_data dataloader_inter_document_masking reset_position_ids reset_attention_mask eod_mask_loss "
-        "full_validation multiple_validation_sets"
-    )
-    return dict.fromkeys(absent.split(), False) | {
-        "sft": True,
-        "wlb_means_in_evaluation": False,  # Bridge's is the mean of all targets
-        "seed": dataset.seed,
-        "num_workers": 0,  # the planner's thread has read the rows
-    }
-
-
-def _unprepared(original: Any) -> Any:
-    """Wrap the function that splits a batch of fine-tuning into micro-batches, which the plan has."""
-
-    def prepare_finetuning_batch(data_iterator: Any, *, default_seq_length: int, **rest: Any) -> tuple[Any, int]:
-        return data_iterator, default_seq_length
-
-    return prepare_finetuning_batch
-
-
 def _listed(blend: Any) -> list[str] | None:
     """Return a blend as `--data-path` gives it."""
     if blend is None:
@@ -279,24 +262,15 @@ def _refuse(config: ConfigContainer, datasets_of: type, wlb: dict[str, Any]) -> 
         raise ValueError(
             f"wlb trains models of GPTModelProvider, and config.model is of {type(model).__name__}; leave wlb out"
         )
-    rows = datasets_of is GPTSFTDatasetConfig
+    finetunes = datasets_of is GPTSFTDatasetConfig
     if not isinstance(dataset, datasets_of) or isinstance(dataset, GPTFIMDatasetConfig):
-        how = "fine-tunes on rows of conversations" if rows else "pre-trains on .bin/.idx datasets"
+        how = "fine-tunes on rows of conversations" if finetunes else "pre-trains on .bin/.idx datasets"
         raise ValueError(f"wlb {how}; give a {datasets_of.__name__}, not {type(dataset).__name__}")
     others = {
-        "peft, but for LoRA in finetune()": config.peft is not None and not (rows and type(config.peft) is LoRA),
+        "peft, but for LoRA in finetune()": config.peft is not None and not (finetunes and type(config.peft) is LoRA),
         "inprocess_restart": config.inprocess_restart is not None and config.inprocess_restart.enabled,
-        "dist.use_decentralized_pg": config.dist.use_decentralized_pg,
-        "dist.eval_context_parallel_size": config.dist.eval_context_parallel_size is not None,
-        "checkpoint.non_persistent_save_interval": config.checkpoint.non_persistent_save_interval,
-        "train.iterations_to_skip": config.train.iterations_to_skip,
-        "train.step_batch_size_schedule": config.train.step_batch_size_schedule,
-        "dist.use_torch_fsdp2": config.dist.use_torch_fsdp2,
-        "model.restore_modelopt_state": model.restore_modelopt_state,
-        "model.mtp_num_layers": model.mtp_num_layers,
-        "model.experimental_attention_variant": model.experimental_attention_variant,
-    }
-    others |= _others_of_rows(dataset, config.train, wlb) if rows else _others_of_blends(dataset)
+    } | {name: attrgetter(name)(config) for name in _REFUSED}
+    others |= rows.others(dataset, config.train, wlb) if finetunes else _others_of_blends(dataset)
     if given := [name for name, is_given in others.items() if is_given]:
         raise ValueError(f"wlb in Bridge does not support {given[0]}; leave it out, or train without wlb")
 
@@ -305,20 +279,6 @@ def _others_of_blends(dataset: GPTDatasetConfig) -> dict[str, Any]:
     return {
         "dataset.full_validation": dataset.full_validation,
         "dataset.multiple_validation_sets": dataset.multiple_validation_sets,
-    }
-
-
-def _others_of_rows(dataset: GPTSFTDatasetConfig, train: Any, wlb: dict[str, Any]) -> dict[str, Any]:
-    specs, options = dataset.offline_packing_specs, dataset.dataset_kwargs or {}
-    return {
-        f"dataset.dataloader_type {dataset.dataloader_type} instead of batch": dataset.dataloader_type != "batch",
-        "dataset.offline_packing_specs.packed_sequence_size over dataset.seq_length": (
-            specs is not None and specs.packed_sequence_size > dataset.seq_length
-        ),
-        "return_cu_seqlen=False of dataset.dataset_kwargs": not options.get("return_cu_seqlen", True),
-        "train.num_epochs instead of train.train_iters": train.num_epochs is not None,
-        "sft_skip with finetune()": wlb["wlb_sft_skip"],
-        "digest with finetune()": wlb["wlb_digest"],
     }
 
 

@@ -25,8 +25,8 @@ from megatron_wlb.cli import common
 from megatron_wlb.cli.common import integer, write_json, writer
 from megatron_wlb.cli.profile import relative_error
 from megatron_wlb.cli.run_log import MOST_DIFFERENCES, OTHER, Line, Log, differences, read, read_step_log
-from megatron_wlb.describe.arguments import short
 from megatron_wlb.hardware.profile import same_device
+from megatron_wlb.settings import short
 from megatron_wlb.simulate.step import TIME_SHARES
 
 FORMAT = "megatron-wlb-comparison"

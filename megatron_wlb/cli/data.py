@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb import files
-from megatron_wlb.describe.arguments import MegatronArguments, short
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.plan.dataset import read_lengths, suspicious_layout
 from megatron_wlb.plan.mock import MockDocuments, mock_lengths
 from megatron_wlb.plan.samples import DatasetSamples, Rows, Samples, blended, windows
+from megatron_wlb.settings import short
 
 DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"}
 """Arguments that name the data."""

@@ -1,7 +1,6 @@
 """The run given to a command, and its `Job` under --wlb."""
 
 import argparse
-import contextlib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -13,12 +12,13 @@ from megatron_wlb import files, layers
 from megatron_wlb.cli.data import DATA, check_log
 from megatron_wlb.cli.launch import Launched, read_command, read_flags, read_log
 from megatron_wlb.cli.screen import Screened, screen
-from megatron_wlb.describe.arguments import MegatronArguments, short
+from megatron_wlb.describe.alternatives import fitting
+from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import Description, precision_of
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, GPUS, gpu_of, load_profile
 from megatron_wlb.model import MODELS
-from megatron_wlb.simulate.recompute import ways
+from megatron_wlb.settings import short
 
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
@@ -83,14 +83,13 @@ class Run(Description):
             known.job()
             return known
         except ValueError as error:
-            for way in ways(job) if self.arguments.fine_grained_activation_offloading else ():
-                with contextlib.suppress(ValueError):
-                    (recomputed := replace(known, recompute=way)).job()
-                    self.screened.remarks.append(
-                        f"Without offloading of activations, training with --wlb wants {way.flags} to fit GPUs of "
-                        f"{job.profile.memory_gib:g} GiB; these numbers have it on its side."
-                    )
-                    return recomputed
+            if self.arguments.fine_grained_activation_offloading and (found := fitting(known, job)):
+                flags, fits = found
+                self.screened.remarks.append(
+                    f"Without offloading of activations, training with --wlb wants {flags} to fit GPUs of "
+                    f"{job.profile.memory_gib:g} GiB; these numbers have it on its side."
+                )
+                return fits
             self.screened.remarks.append(
                 f"Training refuses this on GPUs of {job.profile.memory_gib:g} GiB, and these numbers are as if it "
                 f"fitted: {error}."
@@ -115,8 +114,8 @@ def run_of(args: argparse.Namespace) -> Run:
     if typed.keys() & DATA:  # in the place of the run's, which may be given otherwise
         run = {name: value for name, value in run.items() if name not in DATA}
     launched = launched._replace(stated=run | typed)
-    experts = {"num_experts": MODELS[args.model].num_experts or None} if args.model else {}
-    stated = {"world_size": launched.world_size} | experts | launched.stated
+    of_model = layers.shown_by(MODELS[args.model]) if args.model else {}
+    stated = {"world_size": launched.world_size} | of_model | launched.stated
     if launched.is_log:
         anew = ["num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"]
         if typed.keys() & {*anew, "pipeline_model_parallel_layout"}:

@@ -23,8 +23,8 @@ from megatron_wlb.describe.arguments import (
     flag_of,
     marked,
     rows,
-    short,
 )
+from megatron_wlb.settings import short
 
 MOST_BYTES = 1 << 28
 """Largest log that is read. `BLOCK` cuts a larger one."""

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 
     model = model_of(MegatronArguments.of({"num_layers": 1} | read_flags(args.flags).stated), args.model)
     if layers.assumed(model):
-        raise ValueError(f"{layers.LINEAR} are not measured; give the sizes of other layers alone")
+        raise ValueError(f"{layers.UNMEASURED} are not measured; give the sizes of other layers alone")
     target = measure.target_of(model, args.device, args.backend, args.dtype)
     chosen = shapes(LONGEST_TOKENS[target.device][args.quick])
     with writer(args.output) as file:

@@ -15,7 +15,8 @@ import numpy as np
 
 from megatron_wlb import files
 from megatron_wlb.cli import launch, screen
-from megatron_wlb.describe.arguments import MegatronArguments, flag_of, short
+from megatron_wlb.describe.arguments import MegatronArguments, flag_of
+from megatron_wlb.settings import short
 
 MOST_OF_A_STEP = 1 << 26
 """Most bytes of a step in a log."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from megatron_wlb import layers
 from megatron_wlb.cli.launch import KNOWN, Launched, alone, refuse_misspelt
 from megatron_wlb.describe import masks
 from megatron_wlb.describe.adapt import switches_off
@@ -54,7 +55,7 @@ def screen(launched: Launched, arguments: MegatronArguments, *, model: str | Non
     screened = {name: value for name, value in stated.items() if name not in ADDED and not name.startswith("wlb")}
     if launched.is_log:
         screened = {name: value for name, value in screened.items() if name not in usual(stated)}
-    refused = [name for name, value in screened.items() if refuses(name, value, num_experts=arguments.num_experts)]
+    refused = [name for name, value in screened.items() if refuses(name, value, **layers.shown_by(arguments))]
     strange = [name for name, row in rows(Simulated) if name in screened and alone(screened[name]) not in row.values]
     off = [name for name, value in screened.items() if switches_off(name, value)]
     strangers = [name for name in screened if name not in {*KNOWN, *refused, *off}]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from megatron_wlb import layers
-from megatron_wlb.describe import same
+from megatron_wlb.describe import same, tiles
 from megatron_wlb.describe.arguments import Off, Set, flag_of, rows
-from megatron_wlb.describe.megatron import has_graphs, has_user_buffers
+from megatron_wlb.describe.megatron import has_graphs
 from megatron_wlb.describe.refusals import Lenient
 from megatron_wlb.layers.part import Adaptation, without
 
@@ -44,17 +44,7 @@ ADAPTATIONS = (
         "a graph replays one length, and micro-batches vary in length",
         "the host launches every kernel",
     ),
-    Adaptation(
-        lambda a, given: a.tp_comm_overlap and (a.tensor_model_parallel_size or 1) > 1 and not has_user_buffers(a),
-        without("tp_comm_overlap"),
-        "latent attention, fused operations, linear and hybrid layers have no user buffers",
-        "communication of tensor parallelism is no longer hidden",
-    ),
-    Adaptation(
-        lambda a, given: a.tp_comm_overlap and a.tensor_model_parallel_size == 1,
-        without("tp_comm_overlap"),
-        "there is nothing to overlap with one tensor-parallel rank",
-    ),
+    *tiles.ADAPTED,
     Adaptation(
         _if_set("use_megatron_fsdp", "use_torch_fsdp2"),
         without("use_megatron_fsdp", "use_torch_fsdp2", "init_model_with_meta_device", "fsdp_manual_registration")

@@ -35,11 +35,6 @@ FLAGS = {
 """Arguments whose flags have another name. `world_size` is set by the launcher."""
 
 
-def short(value: Any, most: int = 40) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
 def flag_of(name: str) -> str:
     """Return the flag of one of Megatron's arguments."""
     return f"--{(SWITCHED_OFF | FLAGS).get(name, name).replace('_', '-')}"

@@ -14,7 +14,7 @@ REFUSED: Rules = {
     (
         "--wlb-packing with a delay moves documents by the windows that they fill, and rows of --sft fill them in "
         "part; give adaptive or megatron"
-    ): lambda a: a.sft and policy_of(a.wlb_packing).delays,
+    ): lambda a: a.sft and not policy_of(a.wlb_packing).same_steps,
 }
 DIFFERS: Rules = {
     "the loss is averaged as with --context-parallel-size 1": lambda a: (

@@ -5,19 +5,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from megatron_wlb import layers
+from megatron_wlb.describe import tiles
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.shape import model_of
-from megatron_wlb.job import NUM_TILES, Job, Packing, Parallel, Recompute, Sharding
-from megatron_wlb.layers.linear import has_linear_layers
+from megatron_wlb.job import Job, Packing, Parallel, Recompute, Sharding
 from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.memory import DEVICE_SHARE, GRADIENT_BYTES, OPTIMIZER_BYTES, held_bytes
-
-TILE_ROWS = 16384
-"""Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger ones
-take more memory for little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +60,7 @@ class Description:
         Known of Adam and of layers with attention alone, as by upstream's formula.
         """
         a, model = self.arguments, job.model
-        if a.optimizer != "adam" or has_linear_layers(a) or not model.is_whole:
+        if a.optimizer != "adam" or not (model.is_whole and all(kind.is_all_matrices(a) for kind in layers.KINDS)):
             return None
         tied = not a.untie_embeddings_and_output_weights
         gradient, optimizer = bytes_of(a)
@@ -87,6 +83,7 @@ class Description:
             raise ValueError("no --seq-length; give the context window in tokens")
         if a.global_batch_size is None and "global_batch_size" not in given:
             raise ValueError("no --global-batch-size; give the context windows of tokens that a step trains")
+        multiple = row_multiple(a.fp8, a.fp8_recipe, a.fp4)
         details: dict[str, Any] = {
             "model": model,
             "parallel": parallel,
@@ -99,15 +96,25 @@ class Description:
             "budget_bytes": self.budget,
             "bytes_per_value": self.bytes_per_value,
             "precision": precision_of(a),
-            "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
+            "row_multiple": multiple,
             "hidden_dropout": a.hidden_dropout > 0,
             "overlap_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
             "recompute": self.recompute or recompute_of(a),
             "offloaded_layers": a.cpu_offloading_num_layers,
-            "tp_tile_rows": tile_rows(a, parallel),
-            "tp_overlap": tp_overlap(parallel.tp) if tile_rows(a, parallel) else 0.0,
         }
-        return make_job(**details | layers.settings(a) | given)
+        return make_job(**details | layers.settings(a) | tiles.settings(a, parallel, multiple) | given)
+
+
+def of_megatron(a: MegatronArguments, job: Job) -> dict[str, Any]:
+    """Return fields of `Job` by the arguments of a run without --wlb, where a `job` with it may have others."""
+    return {
+        "overlaps_experts": a.overlap_moe_expert_parallel_comm and (job.parallel.pp == 1 or job.parallel.vpp > 1),
+        "tp_overlap": tiles.without_wlb(a, job),
+        "moe_dispatcher": (job.model.is_mixture and a.moe_token_dispatcher_type) or job.moe_dispatcher,
+        "recompute": recompute_of(a),
+        "cuda_graphs": graphs_of(a),
+        "fp8_attention": a.fp8_dot_product_attention,
+    }
 
 
 def bytes_of(a: MegatronArguments) -> tuple[float, float]:
@@ -222,21 +229,3 @@ def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
     if fp8:
         return 32 if fp8_recipe == "mxfp8" else 16
     return 128 if fp4 else 1
-
-
-def has_user_buffers(a: Any) -> bool:
-    """Whether `--tp-comm-overlap` has user buffers, and tiles, for the layers of these arguments."""
-    return not a.use_transformer_engine_op_fuser and all(kind.has_user_buffers(a) for kind in layers.KINDS)
-
-
-def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
-    """Rows of the largest tile of `--tp-comm-overlap`, at most a window; 0 without."""
-    if not (a.tp_comm_overlap and has_user_buffers(a)) or parallel.sequence_ranks == 1 or a.seq_length is None:
-        return 0
-    unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4) << NUM_TILES - 1
-    return min(TILE_ROWS, a.seq_length // parallel.cp) // unit * unit
-
-
-def tp_overlap(tp: int) -> float:
-    """Share of communication that `--tp-comm-overlap` hides: all but the first part."""
-    return 1 - 1 / tp

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_wlb.describe.megatron import graphs_of, recompute_of, tp_overlap
+from megatron_wlb.describe.megatron import of_megatron
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.simulate.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES, gpu_weights, held_bytes
@@ -21,43 +21,20 @@ class Price(NamedTuple):
     source: str
 
 
-class _Simulated(NamedTuple):
-    """A feature that is a field of a job."""
-
-    feature: str
-    field: str
-    value: Callable[[Any, Job], Any]
-    """Its value in the job of Megatron alone, by Megatron's arguments and the job of --wlb."""
-
-
-_SIMULATED = (
-    _Simulated(
-        "the overlap of experts' all-to-all",
-        "overlaps_experts",
-        lambda a, job: a.overlap_moe_expert_parallel_comm and (job.parallel.pp == 1 or job.parallel.vpp > 1),
-    ),
-    _Simulated(
-        "the overlap of tensor-parallel communication",
-        "tp_overlap",
-        lambda a, job: job.tp_overlap or (tp_overlap(job.parallel.tp) if a.tp_comm_overlap else 0.0),
-    ),
-    _Simulated(
-        "the dispatcher of tokens",
-        "moe_dispatcher",
-        lambda a, job: (job.model.moe_router_topk and a.moe_token_dispatcher_type) or job.moe_dispatcher,
-    ),
-    _Simulated(
-        "offloading of activations, in whose place they are recomputed,", "recompute", lambda a, job: recompute_of(a)
-    ),
-    _Simulated("CUDA graphs", "cuda_graphs", lambda a, job: graphs_of(a)),
-    _Simulated("attention in FP8", "fp8_attention", lambda a, job: a.fp8_dot_product_attention),
-)
+_SIMULATED = {
+    "overlaps_experts": "the overlap of experts' all-to-all",
+    "tp_overlap": "the overlap of tensor-parallel communication",
+    "moe_dispatcher": "the dispatcher of tokens",
+    "recompute": "offloading of activations, in whose place they are recomputed,",
+    "cuda_graphs": "CUDA graphs",
+    "fp8_attention": "attention in FP8",
+}
+"""Features that are a field of a job, by the field."""
 
 
 def alone(job: Job, a: Any, *, cp_sharding: str = "per-document") -> Job:
     """Return the job as Megatron alone trains it, with the features of its arguments `a`."""
-    given = {each.field: each.value(a, job) for each in _SIMULATED}
-    return replace(without_wlb(job, cp_sharding=cp_sharding), **given)
+    return replace(without_wlb(job, cp_sharding=cp_sharding), **of_megatron(a, job))
 
 
 def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
@@ -67,17 +44,16 @@ def prices(job: Job, a: Any, time: Callable[[Job], float]) -> list[Price]:
     """
     megatron, found = alone(job, a), []
     whole = time(megatron)
-    for each in _SIMULATED:
-        mine, theirs = getattr(job, each.field), getattr(megatron, each.field)
-        if mine != theirs:
-            slower = time(replace(megatron, **{each.field: mine})) / whole
-            found.append(Price(each.feature, slower, SIMULATED))
+    lacks = {name: value for name in _SIMULATED if (value := getattr(job, name)) != getattr(megatron, name)}
+    for name, value in lacks.items():
+        slower = time(replace(megatron, **{name: value})) / whole
+        found.append(Price(_SIMULATED[name], slower, SIMULATED))
     if a.use_megatron_fsdp or a.use_torch_fsdp2:
         more = (held_bytes(job) - divided_bytes(job)).max() / 2**30
         # FSDP moves weights for every pass, and the simulator hides that in Megatron's favor; --wlb moves them once.
         why = f"no time is lost, since weights travel once a step; they and their gradients take {more:.1f} GiB more"
         found.append(Price("FSDP", 1.0, why))
-    if a.fine_grained_activation_offloading and job.recompute == megatron.recompute:
+    if a.fine_grained_activation_offloading and "recompute" not in lacks:
         found.append(Price("offloading of activations", 1.0, "no time is predicted; they stay in GPU memory"))
     return found
 

@@ -9,20 +9,24 @@ from megatron_wlb.layers.attention import Attention
 from megatron_wlb.layers.delta_net import DeltaNet
 from megatron_wlb.layers.experts import Experts
 from megatron_wlb.layers.latent import LatentAttention
-from megatron_wlb.layers.linear import DIFFERS, REFUSED, LinearLayer
 from megatron_wlb.layers.mamba import Mamba
 from megatron_wlb.layers.mlp import Mlp
+from megatron_wlb.layers.mtp import Mtp
 from megatron_wlb.layers.part import Adaptation, Part, Rules
-from megatron_wlb.model import ModelShape
+from megatron_wlb.model import MIXERS, ModelShape
 
 _ATTENTION, _LATENTS = Attention(), LatentAttention()
-KINDS: tuple[Part, ...] = (DeltaNet(), Mamba(), Mlp(), Experts(), _LATENTS, _ATTENTION)
+DEPTH = Mtp()
+"""Of a token beyond the next, see `ModelShape.depths`."""
+KINDS: tuple[Part, ...] = (DEPTH, DeltaNet(), Mamba(), Mlp(), Experts(), _LATENTS, _ATTENTION)
 """All of them, in the order in which their refusals are printed."""
 _PARTS = {letter: kind for kind in KINDS if kind is not _LATENTS for letter in kind.letters}
 VARIANTS = {name: kind for kind in KINDS for name in kind.variants}
 """Kinds by their names in `--experimental-attention-variant`."""
-LINEAR = " and ".join(kind.title for kind in KINDS if isinstance(kind, LinearLayer))
-"""Names of all linear layers, for messages."""
+WITHOUT_ATTENTION = tuple(MIXERS.values())
+"""Files of kinds without attention, here and in `adapter.layers`."""
+UNMEASURED = " and ".join(kind.title for kind in KINDS if kind.taken)
+"""Names of all layers whose time was never measured, for messages."""
 
 
 def part_of(model: ModelShape, letter: str) -> Part:
@@ -43,15 +47,19 @@ def parts_of(model: ModelShape, kind: str) -> list[Part]:
 
 def assumed(model: ModelShape) -> list[str]:
     """Return sentences on layers of a model whose time was never measured."""
-    if not model.has_mixers:
-        return []
+    taken = dict.fromkeys(part.taken for kind in model.kinds for part in parts_of(model, kind) if part.taken)
     measured = "The time of such layers has not been compared with a measured one."
-    return [f"Assumed of {LINEAR}: {LinearLayer.taken}. {measured}"]
+    return [f"Assumed of {UNMEASURED}: {each}. {measured}" for each in taken]
+
+
+def shown_by(of: Any) -> dict[str, Any]:
+    """Return the arguments that show which parts a model has (`Part.shown_by`), of its shape or of its arguments."""
+    return {name: getattr(of, name) or None for kind in KINDS for name in kind.shown_by}
 
 
 def refused() -> Rules:
     """Return the rules by which `--wlb` refuses arguments of any kind."""
-    return REFUSED | {text: holds for kind in KINDS for text, holds in kind.refused.items()}
+    return {text: holds for kind in KINDS for text, holds in kind.refused.items()}
 
 
 def adapted() -> tuple[Adaptation, ...]:
@@ -71,4 +79,4 @@ def settings(a: Any) -> dict[str, Any]:
 
 def differs() -> Rules:
     """Return how any kind is trained otherwise than without `--wlb`."""
-    return DIFFERS | {text: holds for kind in KINDS for text, holds in kind.differs.items()}
+    return {text: holds for kind in KINDS for text, holds in kind.differs.items()}

@@ -30,7 +30,7 @@ class DeltaNet(LinearLayer):
     title = "gated delta nets"
     variants = ("gated_delta_net", "gdn")
     modules: ClassVar[Mapping[str, float]] = {"attn": LAUNCHES_US}
-    refused: ClassVar[Rules] = {
+    refused: ClassVar[Rules] = LinearLayer.refused | {
         (
             "--linear-num-key-heads and --linear-num-value-heads do not divide by --tensor-model-parallel-size x "
             "--context-parallel-size, and every rank computes whole heads; give fewer ranks"

@@ -83,6 +83,7 @@ class Experts(Mlp):
     modules: ClassVar[Mapping[str, float]] = {"moe_router": 1750.0, "moe": 1500.0}
     gathered = False
     pooled = True
+    shown_by = ("num_experts",)
     refused: ClassVar[Rules] = {
         (
             "--moe-router-load-balancing-type quantile_balancing needs tokens * topk of every micro-batch to divide by "

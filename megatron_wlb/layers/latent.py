@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_wlb.hardware.network import Group
-from megatron_wlb.job import Job
+from megatron_wlb.job import FP32, Job
 from megatron_wlb.layers.attention import Attention, ExchangeModel, network_of_ranks
 from megatron_wlb.layers.part import Adaptation, Again, Rules, Tensor, rates
 from megatron_wlb.model import FULL, latent_sizes
@@ -41,7 +41,7 @@ class LatentAttention(Attention):
     def sizes(self, a: Any, sizes: dict[str, Any]) -> dict[str, Any]:
         return latent_sizes(**{name: getattr(a, name) for name in _SIZES}) if a.multi_latent_attention else {}
 
-    def has_user_buffers(self, a: Any) -> bool:
+    def names_products(self, a: Any) -> bool:
         return not a.multi_latent_attention
 
     def kept(self, job: Job) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ class LatentAttention(Attention):
         return found | {"latents": Tensor(w * ((norms * model.q_lora_rank + kv) / p.sequence_ranks + rotated))}
 
     def values(self, job: Job) -> int:
-        return super().values(job) + 2 * job.model.latent_size  # their norms
+        return super().values(job) + 2 * sum(job.model.compressed)  # their norms
 
     def again(self, job: Job, dropped: set[str]) -> Again:
         found = Again()
@@ -110,6 +110,9 @@ class LatentAttention(Attention):
 
     def expands_us(self, job: Job) -> float:
         return self._expansion(job)[0] if job.expands_again else 0.0
+
+    def rotary_bytes(self, job: Job) -> int:
+        return FP32 * job.model.qk_pos_emb_head_dim
 
     def looked_up_bytes(self, job: Job) -> int:
         return 0  # sines and cosines are a layer's own

@@ -1,6 +1,6 @@
 """Common parts of layers whose state runs along a document: gated delta nets and Mamba layers."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,28 +20,23 @@ def ranks_of_heads(a: Any) -> int:
     return int((a.tensor_model_parallel_size or 1) * (a.context_parallel_size or 1))
 
 
-REFUSED: Rules = {
-    "FP8 and FP4 are untested in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
-        lambda a: has_linear_layers(a) and (a.fp8 or a.fp4)
-    ),
-    "--mtp-num-layers with --experimental-attention-variant or --hybrid-layer-pattern fails in upstream, or is "
-    "untested; leave it out": lambda a: has_linear_layers(a) and a.mtp_num_layers,
-}
-"""Of all linear layers."""
-DIFFERS: Rules = {
-    "states of linear layers end with the document, and without --wlb they do not here": lambda a: (
-        has_linear_layers(a) and not ends_documents(a)
-    ),
-}
-
-
 class LinearLayer(Part):
-    title: str
-    """In messages."""
     taken = "scans run at the rate of memory, and no computation overlaps the exchange of their heads"
-    """For granted."""
+    refused: ClassVar[Rules] = {
+        "FP8 and FP4 are untested in gated delta nets and Mamba layers; leave --fp8-format or --fp4-format out": (
+            lambda a: has_linear_layers(a) and (a.fp8 or a.fp4)
+        ),
+    }
+    differs: ClassVar[Rules] = {
+        "states of linear layers end with the document, and without --wlb they do not here": lambda a: (
+            has_linear_layers(a) and not ends_documents(a)
+        ),
+    }
 
-    def has_user_buffers(self, a: Any) -> bool:
+    def names_products(self, a: Any) -> bool:
+        return not has_linear_layers(a)
+
+    def is_all_matrices(self, a: Any) -> bool:
         return not has_linear_layers(a)
 
     def mixer(self, job: Job) -> Mixer:

@@ -32,7 +32,7 @@ class Mamba(LinearLayer):
     letters = MAMBA
     title = "Mamba layers"
     modules: ClassVar[Mapping[str, float]] = {"mamba": LAUNCHES_US}
-    refused: ClassVar[Rules] = {
+    refused: ClassVar[Rules] = LinearLayer.refused | {
         (
             "--mamba-num-heads (default: 2 x --hidden-size / --mamba-head-dim) does not divide by "
             "--tensor-model-parallel-size x --context-parallel-size, and every rank computes whole heads; give fewer "

@@ -91,6 +91,12 @@ class Part:
     """Tensor-parallel ranks gather its rows before it, and scatter them after it."""
     pooled: ClassVar[bool] = False
     """Ranks pool it (`Parallel.pooling_ranks`)."""
+    shown_by: ClassVar[tuple[str, ...]] = ()
+    """Arguments, and fields of `ModelShape`, that show whether a model has it: others are judged beside them."""
+    title: ClassVar[str] = ""
+    """In messages."""
+    taken: ClassVar[str] = ""
+    """For granted of its time, which was never measured; "" if it was."""
     refused: ClassVar[Rules] = {}
     """Flags, reason and remedy of refused combinations of arguments; one alone has a row in the table."""
     adapted: ClassVar[tuple[Adaptation, ...]] = ()
@@ -112,8 +118,12 @@ class Part:
         """Return fields of `Job` by Megatron's arguments."""
         return {}
 
-    def has_user_buffers(self, a: Any) -> bool:
-        """Whether upstream has user buffers for a model with these arguments, in its layers of this kind."""
+    def names_products(self, a: Any) -> bool:
+        """Whether TransformerEngine has names for its products (QKV, projection, MLP), by Megatron's arguments."""
+        return True
+
+    def is_all_matrices(self, a: Any) -> bool:
+        """Whether the layers of a model with these arguments have few other weights than their matrices."""
         return True
 
     def kept(self, job: Job) -> dict[str, Tensor]:

@@ -4,8 +4,7 @@ import contextlib
 from typing import Any
 
 from megatron_wlb.job import Job
-from megatron_wlb.loops.patch import replaced, sized
-from megatron_wlb.plan.closed import divide
+from megatron_wlb.loops.patch import divided, replaced
 
 
 def balanced(job: Job) -> contextlib.ExitStack:
@@ -21,10 +20,11 @@ def balanced(job: Job) -> contextlib.ExitStack:
             sequences: list[Any], packing_length: int, is_finished: bool = True, strategy: str = "binpack"
         ) -> tuple[list[Any], list[Any]]:
             if strategy != "binpack" or not sequences:
-                found: tuple[list[Any], list[Any]] = original(sequences, packing_length, is_finished, strategy)
-                return found
-            on = sized(job, packing_length, dp=1, pp=1, vpp=1, group_size=None, ep=1, etp=None)
-            packs = [[sequences[i] for i in rows] for rows in divide([length for _, length in sequences], on)[0]]
+                kept: tuple[list[Any], list[Any]] = original(sequences, packing_length, is_finished, strategy)
+                return kept
+            lengths, alone = [length for _, length in sequences], {"dp": 1, "pp": 1, "vpp": 1, "ep": 1}
+            found = divided(lengths, job, packing_length, **alone, group_size=None, etp=None)[0]
+            packs = [[sequences[i] for i in rows] for rows in found]
             # The emptiest waits for more sequences.
             packs.sort(key=lambda pack: -sum(length for _, length in pack))
             return (packs, []) if is_finished else (packs[:-1], packs[-1])

@@ -5,8 +5,7 @@ import importlib
 from typing import Any
 
 from megatron_wlb.job import Job
-from megatron_wlb.loops.patch import replaced, sized
-from megatron_wlb.plan.closed import divide
+from megatron_wlb.loops.patch import divided, replaced
 
 MODULE = "nemo_rl.data.packing.algorithms"
 
@@ -22,9 +21,9 @@ def balanced(job: Job) -> contextlib.ExitStack:
     def make(original: Any) -> Any:
         class Packer(importlib.import_module(MODULE).SequencePacker):  # type: ignore[misc]
             def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
-                on = sized(job, self.bin_capacity, dp=self.bin_count_multiple or 1)
+                ranks = divided(sequence_lengths, job, self.bin_capacity, dp=self.bin_count_multiple or 1)
                 # NeMo-RL deals micro-batches to ranks in turn.
-                return [rows for each in zip(*divide(sequence_lengths, on), strict=True) for rows in each]
+                return [rows for each in zip(*ranks, strict=True) for rows in each]
 
         def get_packer(algorithm: Any, *args: Any, **kwargs: Any) -> Any:
             return Packer(*args, **kwargs)

@@ -1,15 +1,18 @@
-"""Replaces a function of a loop in every module that has imported it, and describes the loop's job."""
+"""Replaces a function of a loop in every module that has imported it, and divides the loop's batches."""
 
 import contextlib
 import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from megatron_wlb.job import Job
+from megatron_wlb.plan.closed import divide
 
 
 def replaced(module: str, name: str, parameters: str, make: Callable[[Any], Any]) -> contextlib.ExitStack:
@@ -52,3 +55,15 @@ def sized(job: Job, max_tokens: int, **layout: Any) -> Job:
         global_batch_size=parallel.dp,
         num_micro_batches=parallel.dp * (parallel.group_size or parallel.pp),
     )
+
+
+def divided(
+    lengths: Sequence[int] | np.ndarray,
+    job: Job,
+    max_tokens: int,
+    *,
+    num_micro_batches: int | None = None,
+    **layout: Any,
+) -> list[list[list[int]]]:
+    """Return the places in `lengths` that every micro-batch of every rank holds, by `divide` for the `sized` job."""
+    return divide(lengths, sized(job, max_tokens, **layout), num_micro_batches=num_micro_batches)

@@ -1,12 +1,12 @@
 """slime 624b824a: its schedule of micro-batches."""
 
 import contextlib
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from megatron_wlb.job import Job
-from megatron_wlb.loops.patch import replaced, sized
-from megatron_wlb.plan.closed import divide
+from megatron_wlb.loops.patch import divided, replaced
 
 
 def balanced(job: Job) -> contextlib.ExitStack:
@@ -30,9 +30,10 @@ def balanced(job: Job) -> contextlib.ExitStack:
             samples: dict[int, list[int]] = {}
             if not args.use_dynamic_batch_size:
                 raise ValueError("use_dynamic_batch_size is off, so micro-batches have a fixed size; switch it on")
-            on = sized(
-                job,
-                args.max_tokens_per_gpu * given["cp_size"],
+            plan = partial(
+                divided,
+                job=job,
+                max_tokens=args.max_tokens_per_gpu * given["cp_size"],
                 dp=given["dp_size"],
                 cp=given["cp_size"],
                 vpp=given["vpp_size"],
@@ -46,13 +47,13 @@ def balanced(job: Job) -> contextlib.ExitStack:
                     f"{len(rollouts)} rollouts are less than a step's {global_batch_size} (global_batch_size); "
                     "give more rollouts, or a smaller step"
                 )
-            ranks: list[list[int]] = [[] for _ in range(on.parallel.dp)]
+            ranks: list[list[int]] = [[] for _ in range(given["dp_size"])]
             places: list[list[list[int]]] = [[] for _ in ranks]
             counts = []
             for step in range(steps):
                 begin = step * global_batch_size
                 own = list(chain.from_iterable(rollouts[begin : begin + global_batch_size]))
-                planned = divide([total_lengths[i] for i in own], on)
+                planned = plan([total_lengths[i] for i in own])
                 counts.append(len(planned[0]))
                 if not all(all(rank) for rank in planned):
                     raise ValueError(

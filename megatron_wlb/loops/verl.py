@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.loops.patch import replaced, sized
-from megatron_wlb.plan.closed import divide, equal_shares
+from megatron_wlb.loops.patch import divided, replaced
+from megatron_wlb.plan.closed import equal_shares
 
 MODULE = "verl.utils.seqlen_balancing"
 LINEAR = 24_576
@@ -57,7 +57,7 @@ def _partitions(job: Job, original: Any) -> Any:
         if limit is not None:
             # Where they do not fit, verl's own partition makes it take more.
             with contextlib.suppress(ValueError):
-                return divide(_lengths(seqlen_list), _of_a_rank(job, limit), num_micro_batches=k_partitions)[0]
+                return _of_a_rank(_lengths(seqlen_list), job, limit, num_micro_batches=k_partitions)
         found: list[list[int]] = original(seqlen_list, k_partitions, equal_size)
         return found
 
@@ -73,7 +73,7 @@ def _micro_batches(job: Job, original: Any) -> Any:
             return original(*call.args, **call.kwargs)
         ids, limit = given["batch"]["input_ids"], given["max_token_len"]
         lengths = ids.offsets().diff() if ids.is_nested else given["batch"]["attention_mask"].sum(dim=1)
-        wanted = len(divide(lengths.cpu().numpy(), _of_a_rank(job, limit))[0])
+        wanted = len(_of_a_rank(lengths.cpu().numpy(), job, limit))
         group = given["num_batches_divided_by"] or 1
         # verl rounds it up to whole groups, and needs a sequence for each.
         wanted = min(wanted, len(lengths) // group * group)
@@ -88,5 +88,5 @@ def _micro_batches(job: Job, original: Any) -> Any:
     return rearrange_micro_batches
 
 
-def _of_a_rank(job: Job, limit: int) -> Job:
-    return sized(job, limit, dp=1, ep=1, etp=None)
+def _of_a_rank(lengths: np.ndarray, job: Job, limit: int, **given: Any) -> list[list[int]]:
+    return divided(lengths, job, limit, dp=1, ep=1, etp=None, **given)[0]

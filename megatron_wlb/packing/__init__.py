@@ -1,5 +1,7 @@
 """Packing policies: which documents run in a step, and in which micro-batch."""
 
+from typing import Any
+
 from megatron_wlb.job import Packing
 from megatron_wlb.layers.part import Rules
 from megatron_wlb.packing.adaptive import AdaptivePacking
@@ -21,18 +23,21 @@ def policy_of(text: str | None) -> Packing:
         raise ValueError(f"--wlb-packing {text}: {error}") from error
 
 
+def _in_other_steps(a: Any) -> bool:
+    """Whether documents may run in a later step than Megatron's."""
+    return not policy_of(a.wlb_packing).same_steps
+
+
 REFUSED: Rules = {
     (
         "--save and --load to object storage are not supported with delay, whose state is a file beside a checkpoint; "
         "give a folder"
-    ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)) and policy_of(a.wlb_packing).delays,
+    ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)) and _in_other_steps(a),
     (
         "--wlb-packing with a delay lets documents wait, and --phase-transition-iterations begins with other data; "
         "give adaptive or megatron"
-    ): lambda a: a.phase_transition_iterations and policy_of(a.wlb_packing).delays,
+    ): lambda a: a.phase_transition_iterations and _in_other_steps(a),
 }
 """Uses of a delay that `--wlb` refuses, by Megatron's arguments."""
-DIFFERS: Rules = {
-    "--wlb-packing {a.wlb_packing} trains documents in other steps": lambda a: policy_of(a.wlb_packing).delays,
-}
+DIFFERS: Rules = {"--wlb-packing {a.wlb_packing} trains documents in other steps": _in_other_steps}
 """How a delay makes steps differ from those without `--wlb`."""

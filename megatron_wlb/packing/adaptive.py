@@ -33,7 +33,7 @@ class AdaptivePacking(Packing):
     max_delay_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.delays:
+        if not self.same_steps:
             check_delay(self.max_delay_steps)
 
     @classmethod
@@ -45,17 +45,14 @@ class AdaptivePacking(Packing):
         return str(self.max_delay_steps or "")
 
     @property
-    def delays(self) -> bool:
-        return self.max_delay_steps != 0
-
-    def delayed(self, steps: int) -> "AdaptivePacking | None":
-        return None if self.delays else AdaptivePacking(max_delay_steps=steps)
+    def same_steps(self) -> bool:
+        return self.max_delay_steps == 0
 
     def most_step_tokens(self, job: Job) -> int:
-        return most_step_tokens(job) if self.delays else job.batch_tokens
+        return job.batch_tokens if self.same_steps else most_step_tokens(job)
 
     def policy(self, job: Job) -> Policy | DelayPolicy:
-        return DelayPolicy(job, self.max_delay_steps) if self.delays else StepPolicy(job)
+        return StepPolicy(job) if self.same_steps else DelayPolicy(job, self.max_delay_steps)
 
 
 class StepPolicy(Policy):

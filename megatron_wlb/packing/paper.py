@@ -37,8 +37,8 @@ class PaperPacking(Packing):
         return ",".join(map(str, self.outlier_thresholds or ()))
 
     @property
-    def delays(self) -> bool:
-        return True
+    def same_steps(self) -> bool:
+        return False
 
     def __post_init__(self) -> None:
         thresholds = self.outlier_thresholds or (1,)

@@ -1,9 +1,8 @@
-"""Chooses micro-batches, their S_max and recomputation by predicted time."""
+"""Chooses micro-batches and their S_max by predicted time."""
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from megatron_wlb.job import Job
@@ -12,7 +11,6 @@ from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step, step_cost
 from megatron_wlb.simulate.passes import untimed
-from megatron_wlb.simulate.recompute import worth_trying
 from megatron_wlb.simulate.step import simulate_step
 
 MICRO_BATCHES_PER_WINDOW = (1, 3 / 2, 2, 3, 4, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
@@ -51,7 +49,7 @@ def predictions(
     ):
         if count < windows and not memory_known:
             continue
-        for tight in (False,) if default.packing.delays else (False, True):  # where documents would wait for room
+        for tight in (False, True) if default.packing.same_steps else (False,):  # where documents would wait for room
             with contextlib.suppress(ValueError):
                 jobs.append(make(num_micro_batches=int(count), tight=tight))
     jobs = list(dict.fromkeys(jobs))
@@ -66,23 +64,6 @@ def predictions(
     for each in sorted(tried, key=lambda each: -each.time):
         rows[each.job.num_micro_batches] = each._replace(time=each.time / unit)
     return chosen, [rows[count] for count in sorted(rows)]
-
-
-def recomputed(
-    free: Job, make: Callable[..., Job], samples: Samples, budget_bytes: float, *, first_sample: int = 0
-) -> list[Prediction]:
-    """Return the best job of every recomputation that is worth trying within memory, the fastest first.
-
-    `free` is the job without a limit of memory, `make` as for `predictions`, with a `recompute`. Times are as
-    `time_per_work` returns them.
-    """
-    found = []
-    for way in worth_trying(free, budget_bytes):
-        with contextlib.suppress(ValueError):  # not with this number of micro-batches
-            of_way = partial(make, recompute=way)
-            job, _ = predictions(of_way(), of_way, samples, memory_known=True, first_sample=first_sample)
-            found.append(Prediction(job, time_per_work(job, free, samples, first_sample), 0.0))
-    return sorted(found, key=lambda each: each.time)
 
 
 def time_per_work(job: Job, unit: Job, samples: Samples, first_sample: int, size: int = 1) -> float:
@@ -118,7 +99,7 @@ def _measured(
     Time is simulated, in us, or the work of `step_cost` if `untimed`.
     """
     packer = Packer(samples, job, first_sample=first_sample)
-    warm_up = min(WARM_UP, steps_left(job, samples, first_sample) // 2) if job.packing.delays else 0
+    warm_up = 0 if job.packing.same_steps else min(WARM_UP, steps_left(job, samples, first_sample) // 2)
     steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0
     for k in range(warm_up + steps):

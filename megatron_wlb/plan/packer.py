@@ -66,7 +66,7 @@ class Packer:
                 raise StopIteration
             if len((batch := self._policy.pack(self.step, draw)).documents):
                 break
-            if not self._job.packing.delays and not draw.exhausted:
+            if self._job.packing.same_steps and not draw.exhausted:
                 raise self._empty(draw.first)
             draw.first += self._job.global_batch_size
         self._drawn, first = draw.drawn, draw.first

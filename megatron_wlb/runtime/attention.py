@@ -42,8 +42,8 @@ class AttentionOptions:
     """Keys that a query sees before its own; None: all of its document."""
     gradients_in_fp32: bool = True
     """Send dK and dV in fp32 (fp64 for fp64), else in the dtype of K and V; they are summed in fp32."""
-    latents: bool = False
-    """The model moves latents by `exchange_rows`, and calls `attention_to_keys`."""
+    exchanged_before: bool = False
+    """Rows that K and V are made of are exchanged before attention (`exchange_rows`), which is `attention_to_keys`."""
 
     def calls(self, round_: Round, head_size: int) -> list[tuple[Call, KernelArgs]]:
         """Return the calls of a round, each with its kernel arguments."""

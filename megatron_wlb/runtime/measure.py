@@ -100,20 +100,19 @@ def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -
     """Return forward and backward of a layer without attention, in us per token."""
     model = target.model
     h, ffn, gated = model.hidden_size, model.ffn_hidden_size, model.gated_linear_unit
-    latents = model.q_lora_rank, model.kv_lora_rank, model.qk_pos_emb_head_dim
     sizes = [(h,), (h,), (h, model.output_size), (ffn * (1 + gated), h), (h, ffn), *model.projections]
     x, dy = torch.randn(2, tokens, h, **target.tensors)
     leaves = [x.requires_grad_()]
     leaves += [torch.randn(size, **target.tensors).mul_(h**-0.5).requires_grad_() for size in sizes]
 
     def forward() -> torch.Tensor:
-        x, norm1, norm2, projection, up, down, from_hidden, *from_latents = leaves
+        x, norm1, norm2, projection, up, down, from_hidden, *expanding = leaves
         y = F.rms_norm(x, (h,), norm1)
         qkv = F.linear(y, from_hidden)
-        if from_latents:
-            q, kv, _ = qkv.split(latents, dim=1)
-            rows = (q if model.q_lora_rank else y, kv)
-            qkv = torch.cat([F.linear(*each) for each in zip(rows, from_latents, strict=True)], dim=1)
+        if expanding:
+            q, kv, _ = qkv.split(model.compressed, dim=1)
+            rows = (q if q.numel() else y, kv)
+            qkv = torch.cat([F.linear(*each) for each in zip(rows, expanding, strict=True)], dim=1)
         x = x + F.linear(qkv[:, : model.output_size], projection)
         y = F.linear(F.rms_norm(x, (h,), norm2), up)
         y = F.silu(y[:, :ffn]) * y[:, ffn:] if gated else F.gelu(y)

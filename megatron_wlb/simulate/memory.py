@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_wlb.cost.linear import gathered_bytes, overlap_bytes
+from megatron_wlb.cost.tiles import gathered_bytes, overlap_bytes
 from megatron_wlb.job import Job
-from megatron_wlb.layers import attention_of, part_of
+from megatron_wlb.layers import DEPTH, attention_of, part_of
 from megatron_wlb.layers.part import Tensor, layer_input_bytes
 from megatron_wlb.model import FULL
 
@@ -36,7 +36,7 @@ def weight_bytes(job: Job, stage: int | None = None) -> float:
     kept = np.full(p.pp, w * sum(outputs * inputs for outputs, inputs in shapes))
     kept[-1] += w * job.model.vocabulary_weights / p.tp
     kept += held_bytes(job)
-    rotary = 4 * job.context_length * (job.model.qk_pos_emb_head_dim or job.model.kv_channels)  # a table in fp32
+    rotary = job.context_length * attention_of(job.model).rotary_bytes(job)
     return float(kept.max() if stage is None else kept[stage]) + rotary + overlap_bytes(job)
 
 
@@ -67,9 +67,7 @@ def gpu_weights(job: Job) -> np.ndarray:
     held = np.array([model.held_weights_of(kind) for kind in model.kinds], float)  # [kinds, 2]
     weights, pooled = held.T @ job.layers_by_kind().sum(axis=2)
     weights[0] += model.vocabulary_weights
-    weights[-1] += model.vocabulary_weights + model.mtp_num_layers * model.joining_weights
-    if model.mtp_num_layers and parallel.pp > 1:
-        weights[-1] += model.vocabulary_weights  # the last stage embeds, too
+    weights[-1] += model.vocabulary_weights + DEPTH.weights(job)
     return np.stack([each / ranks for each, ranks in zip((weights, pooled), parallel.shards, strict=True)])
 
 
@@ -84,8 +82,7 @@ def _mlp_tensors(job: Job) -> dict[str, Tensor]:
 
 def _kept(job: Job, of: Mapping[str, Tensor]) -> float:
     """Bytes of the tensors that are not recomputed selectively."""
-    dropped = job.recompute.dropped
-    return sum(tensor.bytes for tensor in of.values() if not set(dropped) & set(tensor.modules))
+    return sum(tensor.bytes for tensor in of.values() if not set(job.dropped) & set(tensor.modules))
 
 
 def layer_bytes(job: Job, kind: str = FULL) -> float:
@@ -93,12 +90,11 @@ def layer_bytes(job: Job, kind: str = FULL) -> float:
     return sum(_kept(job, tensors(job, part)) for part in job.model.parts_of(kind))
 
 
-def mtp_bytes(job: Job) -> float:
-    """Bytes that an MTP layer and its logits keep for backward."""
-    if job.recompute.granularity == "full":
+def depth_bytes(job: Job) -> float:
+    """Bytes that a depth (`ModelShape.depths`), its layer and its logits keep for backward."""
+    if job.runs_layers_again:
         return 2 * layer_input_bytes(job) + logits_bytes(job)
-    # Inputs of three norms, and the outputs of two of them joined.
-    return 5 * layer_input_bytes(job) + layer_bytes(job) + logits_bytes(job)
+    return _kept(job, DEPTH.kept(job)) + layer_bytes(job) + logits_bytes(job)
 
 
 def logits_bytes(job: Job) -> float:
@@ -114,9 +110,9 @@ def mlp_backward_bytes(job: Job) -> float:
     that sequence-parallel ranks gather, without user buffers.
     """
     kept, row = _mlp_tensors(job), layer_input_bytes(job)
-    recomputed = sum(tensor.bytes for tensor in kept.values()) - _kept(job, kept)
+    again = sum(tensor.bytes for tensor in kept.values()) - _kept(job, kept)
     largest = max(gathered_bytes(job), *(kept[name].bytes for name in ("sent", "activation") if name in kept))
-    return recomputed + row * part_of(job.model, job.model.feed_forward).gradient_rows(job) + 2 * largest
+    return again + row * part_of(job.model, job.model.feed_forward).gradient_rows(job) + 2 * largest
 
 
 Moved = tuple[float, float]
@@ -148,9 +144,9 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     model, p, w, kept = job.model, job.parallel, job.bytes_per_value, tensors(job, FULL)
     received, sent = moved or one_document(job, model.widest)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, model.kv_values_per_rank(p.tp)
-    of_core, dropped = "core_attn" in job.recompute.dropped, set(job.recompute.dropped)
-    recomputed = ["q", "kv"] * (of_core or bool(dropped & {*kept["kv"].modules})) + ["log-sum-exps"] * of_core
-    held = sum(kept[name].bytes for name in recomputed) + layer_input_bytes(job) + w * (q + out + kv)
+    of_core, dropped = "core_attn" in job.dropped, set(job.dropped)
+    again = ["q", "kv"] * (of_core or bool(dropped & {*kept["kv"].modules})) + ["log-sum-exps"] * of_core
+    held = sum(kept[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
     kernel = (w + 4) * q / min(p.cp, 2) + w * (1 + received) * (kv + expanded)
     if p.cp == 1:
@@ -223,11 +219,11 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
 
 def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.ndarray, float]:
     """Return bytes kept in each virtual stage, float64 [vpp], and of a running pass."""
-    model, parallel, recompute = job.model, job.parallel, job.recompute
+    model, parallel = job.model, job.parallel
     # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
     received, _ = moved or one_document(job, model.widest)
-    arrives = parallel.cp > 1 and not job.keeps_exchanged and "core_attn" not in recompute.dropped
+    arrives = parallel.cp > 1 and not job.keeps_exchanged and "core_attn" not in job.dropped
     prefetched = arrives * job.bytes_per_value * (1 + received) * model.kv_values_per_rank(parallel.tp)
     while_running = max(
         mlp_backward_bytes(job) + prefetched, attention_backward_bytes(job, moved) - _kept(job, _mlp_tensors(job))
@@ -235,13 +231,10 @@ def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.nd
     by_kind = job.layers_by_kind()[:, stage]
     in_layer = np.array([layer_bytes(job, kind) for kind in model.kinds])
     each = (in_layer[:, None] * (by_kind / np.maximum(1, by_kind.sum(axis=0)))).sum(axis=0)
-    if recompute.granularity == "full":
-        recomputed = recompute.whole(layers)
-        layers_at_once = 1 if recompute.method == "block" else min(recompute.num_layers or 1, max(1, int(layers.max())))
-        kept = np.ceil(recomputed / layers_at_once) * layer_input_bytes(job) + (layers - recomputed) * each
-        while_running += layers_at_once * float(in_layer.max())
-    else:
-        kept = layers * each
+    again, at_once = job.layers_again(layers)
+    kept = np.ceil(again / at_once) * layer_input_bytes(job) + (layers - again) * each
+    if job.runs_layers_again:
+        while_running += at_once * float(in_layer.max())
     if job.schedule().by_turns:
         while_running += float(in_layer.max())  # of the forward pass that runs by turns
     kept = kept + attention_of(model).looked_up_bytes(job)
@@ -259,4 +252,4 @@ def _moving_bytes(job: Job) -> float:
 def _output_bytes(job: Job) -> float:
     """Return bytes that the last stage holds for a loss: rows before and after a norm, these gathered, and logits."""
     gathered = job.bytes_per_value * job.model.hidden_size * (job.parallel.sequence_ranks > 1)
-    return 2 * layer_input_bytes(job) + gathered + logits_bytes(job) + job.model.mtp_num_layers * mtp_bytes(job)
+    return 2 * layer_input_bytes(job) + gathered + logits_bytes(job) + job.model.depths * depth_bytes(job)

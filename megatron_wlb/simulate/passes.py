@@ -14,21 +14,19 @@ from megatron_wlb.cost.attention import (
 )
 from megatron_wlb.cost.host import launches, waiting
 from megatron_wlb.cost.linear import (
-    exposed_share,
-    joining_matrix,
     loss,
     memory_bound,
+    modules_again,
     output_matrix,
-    overlap_adds,
     products,
-    recomputed,
 )
+from megatron_wlb.cost.tiles import exposed_share, overlap_adds
 from megatron_wlb.documents import ShardPlan
 from megatron_wlb.hardware.network import Group
-from megatron_wlb.job import Job, Parallel
-from megatron_wlb.layers import attention_of, part_of
+from megatron_wlb.job import Job
+from megatron_wlb.layers import DEPTH, attention_of, part_of
 from megatron_wlb.layers.attention import Directions
-from megatron_wlb.model import FULL, MLP, WINDOWED
+from megatron_wlb.model import MLP
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import attention_times, shard
 
@@ -121,17 +119,16 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     of_kinds, of_whole = (n.sum(axis=(1, 2, 3)) / layers.sum() for n in (layers, whole))
     first, last = (_sum(of_kinds, each) for each in zip(*by_kind, strict=True))
     last = _sum((1, *of_whole), (last, *(times[0] for times in by_kind)))
-    # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds again, gathers two hidden
-    # states for its joining matrix and one after it, and runs the output layer.
+    # The embedding scatters its rows; the output layer gathers them, and runs once more for every depth.
     output, losses = products(job, [output_matrix(job)], tokens), loss(job, tokens)
-    joining, mtp_layers = products(job, [joining_matrix(job)], tokens), model.mtp_num_layers
+    depths, joining, joined = model.depths, products(job, [model.joining], tokens), DEPTH.gathered_us(gather, scatter)
     beside_output = np.minimum(gather, output.inputs) + np.minimum(scatter, output.weights)
     forward[0, 0] += scatter
-    forward[-1, -1] += (1 + mtp_layers) * (output.forward + losses[0] + gather)
-    forward[-1, -1] += mtp_layers * (joining.forward + (3 * gather + scatter))
+    forward[-1, -1] += (1 + depths) * (output.forward + losses[0] + gather)
+    forward[-1, -1] += depths * (joining.forward + joined[0])
     backward[0, 0] += gather
-    backward[-1, -1] += mtp_layers * (joining.backward + (2 * gather + 2 * scatter))
-    backward[-1, -1] += (1 + mtp_layers) * (output.backward + losses[1] + (gather + scatter - beside_output))
+    backward[-1, -1] += depths * (joining.backward + joined[1])
+    backward[-1, -1] += (1 + depths) * (output.backward + losses[1] + (gather + scatter - beside_output))
     return Passes(
         forward=forward,
         backward=backward,
@@ -143,10 +140,10 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
 
 
 def _share_again(job: Job) -> np.ndarray:
-    """Return the share of layers that run again as a whole, float64 [pp, vpp]; layers for MTP do with any others."""
-    layers, mtp_layers = job.layers(), job.layers() - job.decoder_layers()
-    whole = job.recompute.whole(job.decoder_layers()) + mtp_layers * (job.recompute.granularity == "full")
-    return whole / np.maximum(1, layers)
+    """Return the share of layers that run again as a whole, float64 [pp, vpp]; layers of depths do with any others."""
+    layers, decoder = job.layers(), job.decoder_layers()
+    again, _ = job.layers_again(decoder)
+    return (again + (layers - decoder) * job.runs_layers_again) / np.maximum(1, layers)
 
 
 def _layer_times(
@@ -170,8 +167,8 @@ def _layer_times(
     every, bound = products(job, matrices, tokens), memory_bound(job, kind, tokens)
     pooled = products(job, [m for letter, part in parts.items() if part.pooled for m in model.part(letter)], tokens)
     added = overlap_adds(job, kind, tokens)
-    if kind in (FULL, WINDOWED):
-        attention, exchange = _attention(job, shards, model.window_of(kind))
+    if kind in model.window_by_kind:
+        attention, exchange = _attention(job, shards, model.window_by_kind[kind])
         again = attention_of(model).expands_us(job) * tokens
     else:
         none, moving, again = np.zeros((len(tokens), cp)), parts[kind].moving(job, tokens), np.zeros_like(tokens)
@@ -192,11 +189,11 @@ def _layer_times(
         )
         for i in range(2)
     )
-    if not job.recompute.dropped:
+    if not job.dropped:
         return _launched(job, kind, forward, backward)
-    of_modules, of_pooled = recomputed(job, kind, tokens)
-    of_mlp = "mlp" in job.recompute.dropped and MLP in model.parts_of(kind)
-    of_attention = "core_attn" in job.recompute.dropped
+    of_modules, of_pooled = modules_again(job, kind, tokens)
+    of_mlp = "mlp" in job.dropped and MLP in model.parts_of(kind)
+    of_attention = "core_attn" in job.dropped
     run_again = LayerTimes(
         linear=of_modules,
         pooled=of_pooled,
@@ -234,18 +231,10 @@ def crossover(job: Job) -> int:
     """
     rows = job.profile.tile_rows
     half = max(1, job.context_length // 2 // rows) * rows
-    recompute = job.recompute
-    if recompute.method == "block" and not untimed(job):  # of every virtual stage
-        recompute = replace(recompute, num_layers=int(recompute.whole(job.decoder_layers()).sum()))
     alone = replace(
-        job,
-        recompute=recompute,
+        job.on_one_stage(),
         cuda_graphs=("full",),  # the host takes as long for all lengths
-        model=replace(job.model, pattern=job.model.pattern.replace(WINDOWED, FULL)),
-        parallel=Parallel(tp=job.parallel.tp, sequence_parallel=job.parallel.sequence_parallel),
-        num_micro_batches=1,
-        global_batch_size=1,
-        max_tokens=max(job.max_tokens, job.context_length),
+        model=job.model.without_windows(),
     )
     if untimed(alone) or not job.model.attention_layers:
         return job.model.crossover_tokens

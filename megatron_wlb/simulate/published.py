@@ -65,7 +65,7 @@ def errors_like(job: Job, *, flags: bool = True) -> Errors:
     """Return errors of steps with experts or without, as a job's, on its GPU, if there are so many in its precision and
     of long or short windows. `flags`: of predictions that know how experts run."""
     gpu, precision = gpu_of(job.profile.device or "") or "", precision_of(job.precision)
-    experts, long = bool(job.model.moe_router_topk), job.context_length >= LONG
+    experts, long = job.model.is_mixture, job.context_length >= LONG
     kind = f"{'mixtures of experts' if experts else 'dense models'} on {gpu.upper() or 'this device'}"
     rows = [row for row in ROWS if (row.experts, row.gpu) == (experts, gpu)]
     alike = [row for row in rows if row.precision == precision]

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import silu, softplus
 
-from megatron_wlb.adapter.cpu_linear import mamba_split_conv1d_scan_combined
+from megatron_wlb.adapter.cpu.linear import mamba_split_conv1d_scan_combined
 
 HEADS, SIZE, GROUPS, STATE, TAPS = 4, 8, 2, 6, 4
 LENGTHS = (20, 1, 29)

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.utils import unwrap_model
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_wlb.simulate.memory import layer_bytes, layer_input_bytes, mtp_bytes
+from megatron_wlb.simulate.memory import depth_bytes, layer_bytes, layer_input_bytes
 from tests.adapter.training import CP2, FULL, GQA, MODEL, SELECTIVE, TP2, WLB, _train, full, less
 from tests.worlds import run_world
 
@@ -140,4 +140,4 @@ def test_autograd_keeps_of_an_mtp_layer_what_is_predicted(size, flags, dataset):
     added = sum(b[0][-1] - a[0][-1] for a, b in zip(one, two, strict=True)) / sum(rows for _, rows, _ in two)
     norms = 3 * (8 - job.bytes_per_value) * job.model.hidden_size / job.parallel.sequence_ranks
     extra = 0 if FULL in flags else _local_extra(job) + norms
-    assert mtp_bytes(job) + extra == pytest.approx(added, rel=0.02)
+    assert depth_bytes(job) + extra == pytest.approx(added, rel=0.02)

@@ -55,7 +55,7 @@ def test_sliding_windows(skip, share):
     expected = (1 - share) * pairs(1 << 30) + share * pairs(17)
     assert attended_squares(args, lengths) / 2 == pytest.approx(expected)
     model = model_of(MegatronArguments.of(vars(args) | {"hidden_size": 64, "num_attention_heads": 8}))
-    work = document_work(lengths, 0, model.window, model.windowed_share)
+    work = document_work(lengths, 0) - model.pairs_beyond(lengths)
     assert work.sum() / 2 == pytest.approx(expected, abs=len(lengths))
 
 

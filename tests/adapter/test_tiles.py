@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_wlb.adapter import tiles
-from megatron_wlb.describe import megatron
+from megatron_wlb.describe import tiles as settings
 from tests.adapter.training import BY_DOCUMENT, CP2, EP2, FULL, MOE, MTP, PP2, SELECTIVE, TP2, VPP2, full, train
 from tests.upstream.test_parity import ALL, SHARED, compare
 
@@ -29,7 +29,7 @@ TP4 = "--tensor-model-parallel-size 4 --sequence-parallel --make-vocab-size-divi
     ],
 )
 def test_equal_to_a_single_process(size, layout, model, tile, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(megatron, "TILE_ROWS", tile)
+    monkeypatch.setattr(settings, "TILE_ROWS", tile)
     given = model.split()
     run = train(size, dataset, *layout.split(), *given, "--tp-comm-overlap", log=tmp_path / "log.jsonl")
     assert run["log"][0]["job"]["tp_tile_rows"] in range(tile // 2, tile + 1) or tile > 256

@@ -71,11 +71,10 @@ def report(setup, speedup, *, error=0.001, waiting=0.1, **values):
     parts = {"imbalance": waiting, "ep_wait": 0.0, "dp_wait": 0.0}
     thd = SimpleNamespace(us_per_token=speedup, parts_ms=parts, step_ms=1.0)
     ours = SimpleNamespace(us_per_token=1.0)
-    values = {"prices": [], "balance": speedup, "readings": [], "best_size": 1.0} | values
+    values = {"prices": [], "balance": speedup, "readings": [], "best_size": 1.0, "faster": []} | values
     speedups = Schemes(Ratio(1.0, 0.0), Ratio(1.0, 0.0), Ratio(speedup, error))
     return Report(
         *(setup, None, None, None, Schemes(thd, thd, ours), speedups),
-        **dict.fromkeys(("layouts", "recompute", "delay", "other_flags")),
         **values,
     )
 

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_wlb.cli.analyze.report import Others, Ratio, Steps, at_its_best, compared
+from megatron_wlb.cli.analyze.entries import _alternatives
+from megatron_wlb.cli.analyze.report import Faster, Others, Ratio, Steps, at_its_best, compared
 from megatron_wlb.cli.analyze.setup import Schemes
+from megatron_wlb.cli.analyze.table import _faster
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.describe import alternatives
+from megatron_wlb.describe.alternatives import Alternative
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
@@ -18,7 +21,12 @@ from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.samples import Samples, windows
 from megatron_wlb.simulate.memory import peak_bytes
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, N, analyse, setup
+from tests.cli.analyses import JOB, N, analyse, report, run, setup
+
+
+def with_a_flag(setup):
+    """Jobs with one more flag, by flag."""
+    return {way.flags: way.job for way in setup.others() if way.kind == "other_flags"}
 
 
 def test_fewer_layers_on_the_last_stage(tmp_path, data):
@@ -41,7 +49,7 @@ def test_fewer_layers_on_the_last_stage(tmp_path, data):
     enough = max(peak_bytes(ours, stage) for stage in range(2)) / 2**30
     for share, mentioned in ((1.001, False), (2, True)):
         given = setup(words, f"--wlb-memory-budget {share * enough}")
-        assert given.job.max_tokens == ours.max_tokens and (other["flag"] in given.others) == mentioned
+        assert given.job.max_tokens == ours.max_tokens and (other["flag"] in with_a_flag(given)) == mentioned
 
 
 def test_megatron_dispatches_and_attends_as_its_flags_say(data):
@@ -62,9 +70,9 @@ def test_megatron_dispatches_and_attends_as_its_flags_say(data):
 def test_gradients_in_the_dtype_of_the_model(data):
     words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing megatron"
     found = setup(words)
-    assert found.others == {"--wlb-cp-gradients model": found.job.sharded(cp_gradients="model")}
-    assert not setup(words, "--wlb-cp-gradients model").others
-    assert not setup(words.replace("-parallel-size 2", "-parallel-size 1")).others
+    assert with_a_flag(found) == {"--wlb-cp-gradients model": found.job.sharded(cp_gradients="model")}
+    assert not with_a_flag(setup(words, "--wlb-cp-gradients model"))
+    assert not with_a_flag(setup(words.replace("-parallel-size 2", "-parallel-size 1")))
 
 
 def test_overlap_of_tensor_parallel_communication(data):
@@ -73,7 +81,7 @@ def test_overlap_of_tensor_parallel_communication(data):
 
     def tried(tp, *more):
         found = setup(f"{words} --tensor-model-parallel-size {tp}", *more)
-        return [job.tp_tile_rows for flag, job in found.others.items() if flag == "--tp-comm-overlap"]
+        return [job.tp_tile_rows for flag, job in with_a_flag(found).items() if flag == "--tp-comm-overlap"]
 
     assert [tried(tp) for tp in (1, 2, 8, 16)] == [[], [4096], [4096], []]
     assert tried(8, "--tp-comm-overlap") == tried(8, "--multi-latent-attention") == []
@@ -100,11 +108,48 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
     assert relieved("llama2-7b", pp=4) is relieved() is None
 
 
+def test_what_is_faster_is_told_by_its_kind(data):
+    """In the JSON with its own values; at the top of the report the fastest layout and recomputation."""
+    given = setup(JOB, "--wlb-micro-batches 4 --data-path", data)
+
+    def faster(kind, flags, gain=1.1, **megatron):
+        return Faster(Alternative(kind, flags, given.job), gain, 1.2, 0.5, 0.01, **megatron)
+
+    layouts = [faster("layouts", flags, 1.3, megatron=1.0) for flags in ("--first", "--second")]
+    every = [*layouts, faster("recompute", ""), faster("delay", "--late"), faster("other_flags", "--other")]
+    gains = {"gain": 1.1, "speedup": 1.2, "late_steps": 0.5, "speedup_error": 0.01}
+    job, gib = given.job, alternatives.gib(given.job)
+    found = _alternatives(report(given, 1.1, faster=every))
+    assert [each["flags"] for each in found["layouts"]] == ["--first", "--second"]
+    assert found["layouts"][0] == gains | {
+        **{"tp": 1, "cp": 1, "pp": 1, "vpp": 1, "dp": 1, "num_micro_batches": 4, "max_tokens": job.max_tokens},
+        **{"gib": gib, "megatron": 1.0, "flags": "--first", "gain": 1.3},
+    }
+    assert found["recompute"] == {"flags": "", "gib": gib} | gains
+    assert found["delay"] == {"flag": "--late", "num_micro_batches": 4} | gains
+    assert found["other_flags"] == [{"flag": "--other"} | gains]
+    told = [line.split(",")[0] for line in _faster(report(given, 1.1, faster=every))]
+    assert told == [f"{how} on the same GPUs" for how in ("Without recomputation", "With --first")]
+    nothing = report(given, 1.1, faster=[faster("recompute", "", 1.04)])
+    assert not list(_faster(nothing)) and _alternatives(nothing)["delay"] is None
+
+
+def test_a_run_that_offloads_activations_has_the_recomputation_that_fits():
+    words = "--model llama2-7b --num-layers 4 --tensor-model-parallel-size 8 --num-gpus 8 --global-batch-size 4"
+    words += " --mock-data --fine-grained-activation-offloading --seq-length"
+    fits, large = (run(words, size) for size in (4 << 17, 6 << 17))
+    assert fits.on_device().recompute is None
+    flags = "--recompute-granularity selective --recompute-modules mlp"
+    assert large.on_device().job().recompute.flags == flags
+    assert f"wants {flags} to fit GPUs of 80 GiB" in large.screened.remarks[-1]
+
+
 def test_other_layouts_have_the_tokens_of_the_run(data):
     """Where no flag says how many windows a step has, too."""
     words = JOB.replace(f"--global-batch-size {N} ", ""), "--data-path", data
     found = setup(*words, "--pipeline-model-parallel-size 2 --num-gpus 4")
-    assert {each.global_batch_size for each in (found.job, *found.layouts)} == {4} and found.layouts
+    layouts = [way.job for way in alternatives.layouts(found.run, found.job, found.samples)]
+    assert {each.global_batch_size for each in (found.job, *layouts)} == {4} and layouts
 
 
 def test_megatron_has_its_best_micro_batch_size_in_other_layouts_too(tmp_path):

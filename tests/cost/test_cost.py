@@ -17,15 +17,8 @@ from megatron_wlb.cost.attention import (
     ring_sums,
     sharding_kernel,
 )
-from megatron_wlb.cost.linear import (
-    _tiled,
-    exposed_share,
-    loss,
-    memory_bound,
-    output_matrix,
-    overlap_adds,
-    products,
-)
+from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, products
+from megatron_wlb.cost.tiles import _tiled, exposed_share, overlap_adds
 from megatron_wlb.documents import SEGMENT, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.fixed import FixedPacking
 from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.model import MODELS
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, policy_of
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.megatron import MegatronPacking, without_wlb
@@ -31,6 +32,13 @@ def pieces(packing):
 
 def waiting(policy):
     return {name: rows["index"].tolist() for name, rows in policy.waiting().items()}
+
+
+def test_megatron_gathers_keys_where_layers_have_windows():
+    """Its ring has none."""
+    for pattern, exchange in (("*", "ring"), ("W*", "all")):
+        model = replace(MODELS["llama2-7b"], window=4096, pattern=pattern)
+        assert without_wlb(job(model=model, cp=2)).cp_exchange == exchange
 
 
 def test_algorithm_1_by_hand():
@@ -187,7 +195,7 @@ def test_a_policy_and_its_parameter_are_one_word():
     assert policy_of(None) == POLICIES[DEFAULT_POLICY]()
     assert policy_of("paper:7,9") == PaperPacking(outlier_thresholds=(7, 9))
     assert policy_of("adaptive:20") == AdaptivePacking(max_delay_steps=20)
-    assert [name for name in POLICIES if policy_of(name).delays] == ["paper"]
+    assert [name for name in POLICIES if not policy_of(name).same_steps] == ["paper"]
     for text in (*POLICIES, "paper:7,9", "adaptive:20"):
         assert str(policy_of(text)) == text
     for text, message in {

@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_wlb.describe.alternatives import recomputed
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan import micro_batches
-from megatron_wlb.plan.micro_batches import WARM_UP, predictions, recomputed, time_per_work
+from megatron_wlb.plan.micro_batches import WARM_UP, predictions, time_per_work
 from megatron_wlb.simulate.memory import peak_bytes
 from megatron_wlb.simulate.recompute import ways
 from tests.jobs import samples
@@ -130,7 +131,7 @@ def test_recomputation_that_is_fastest_within_memory():
         def make(**given):
             return job(**sizes | {"budget_bytes": budget} | given)
 
-        return [each.job.recompute for each in recomputed(free, make, DATA, budget)]
+        return [each.recompute for each, _ in recomputed(free, make, DATA, budget)]
 
     assert tried(2 * needs[nothing]) == [nothing]
     assert tried(needs[whole]) == [whole]

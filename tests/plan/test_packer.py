@@ -124,7 +124,7 @@ class Slow(Packing, Policy):
     """Draws one sample in each of the first three steps, and then all of a step's own."""
 
     name = "slow"
-    delays = True
+    same_steps = False
 
     def policy(self, job):
         return self

@@ -237,14 +237,22 @@ os._exit(0)
     assert done.stdout.strip() == "2 {'rows': 4} 32767", done.stderr
 
 
-@pytest.mark.parametrize("ranks", ["0", pytest.param("all", marks=pytest.mark.full)])
-def test_latent_attention_over_context_parallel_ranks_matches(tmp_path, ranks):
-    """Its recomputation compiles C++, in the rehearsal's own folder."""
+UP_PROJECTION = "--recompute-granularity selective --recompute-modules mla_up_proj"
+"""Its recomputation compiles C++, in the rehearsal's own folder."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recompute"),
+    [
+        ("0", ""),
+        pytest.param("0", UP_PROJECTION, marks=pytest.mark.ci),
+        pytest.param("all", UP_PROJECTION, marks=pytest.mark.full),
+    ],
+)
+def test_latent_attention_over_context_parallel_ranks_matches(ranks, recompute, tmp_path):
     latent = "--multi-latent-attention --qk-layernorm --q-lora-rank 128 --kv-lora-rank 128 --qk-head-dim 64"
-    latent += (
-        " --qk-pos-emb-head-dim 32 --v-head-dim 96 --recompute-granularity selective --recompute-modules mla_up_proj"
-    )
-    job = job_of(8, "--context-parallel-size", "2", *latent.split())
+    latent += " --qk-pos-emb-head-dim 32 --v-head-dim 96"
+    job = job_of(8, "--context-parallel-size", "2", *latent.split(), *recompute.split())
     found = rehearse(tmp_path, "--ranks", ranks, "--steps", "2", job=job)
     assert len(found["ranks"]) == {"0": 1, "all": 8}[ranks] and found["verdict"] == "fits" and found["nccl"] == []
 

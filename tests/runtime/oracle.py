@@ -136,7 +136,7 @@ def by_hand(
     """out, dq, dk, dv without autograd, whose thread of a GPU all ranks would share, and which wants a driver."""
     function, ctx = attention._ContextParallelAttention, SimpleNamespace()
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
-    if options.latents:
+    if options.exchanged_before:
         moving, moved = all_to_all._ExchangeRows, SimpleNamespace()
         kv = moving.forward(moved, side_by_side(k, v), all_to_all.rounds_at_once(metadata), group)
         out = function.forward(ctx, q, kv, None, None, metadata, None, options)

@@ -60,7 +60,7 @@ def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, 
     tensors = inputs(sum(lengths), heads, HEAD_SIZE, dtype)
     plan = sharding(np.array(lengths, np.int64), cp)
     latents = latents and sharding is not in_shares
-    got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.3, latents=latents))
+    got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.3, exchanged_before=latents))
     assert all(x.dtype == dtype for x in got)
     # Ranks round their shares of dK and dV before they add them up.
     assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype] * (2 if latents and dtype == BF16 else 1))

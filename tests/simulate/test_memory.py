@@ -15,6 +15,7 @@ from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import (
     attention_backward_bytes,
+    depth_bytes,
     gpu_weights,
     held_bytes,
     largest_max_tokens,
@@ -22,7 +23,6 @@ from megatron_wlb.simulate.memory import (
     layer_input_bytes,
     mlp_backward_bytes,
     most_kept,
-    mtp_bytes,
     one_document,
     peak_bytes,
     step_peak_bytes,
@@ -104,7 +104,7 @@ def test_the_peak_adds_up():
         == (on_stage - 4 * 4096 * 128 - 6 * 12 * 12 * 12288**2) / 8 + 4 * 4096 * 128
     )
     ahead = replace(GPT3, model=replace(GPT3_SHAPE, mtp_num_layers=1))
-    assert at(7, model=ahead.model) - at(7) == 4096 * mtp_bytes(ahead)
+    assert at(7, model=ahead.model) - at(7) == 4096 * depth_bytes(ahead)
     # Its layer, the joining matrix, and where it is not with the embedding of the first stage another one.
     for pp, embedding in ((8, 51200 * 12288), (1, 0)):
         given, plain = (gpu_weights(in_parallel(each, pp=pp))[0, -1] for each in (ahead, GPT3))
@@ -165,6 +165,12 @@ def test_backward_of_attention_by_hand(groups, gradients, more):
     # input, mask, norm, and four rows before and after the activation.
     in_mlp, of_mlp = (1 + 2 * 8) * row + 2 * 4 * kv, (1 + 1 / 2 + 1 + 4 + 4) * row
     assert token_bytes(given, 0)[1] == max(in_mlp, held + more * kv - of_mlp)
+
+
+@pytest.mark.parametrize(("model", "rotated"), [("llama2-7b", 128), ("deepseek-v3", 64)])
+def test_a_longer_window_adds_a_row_of_the_rotary_table_a_token(model, rotated):
+    short, long = (job(model=MODELS[model], context_length=length) for length in (4096, 8192))
+    assert weight_bytes(long) - weight_bytes(short) == 4096 * 4 * rotated
 
 
 def test_what_attention_keeps_of_latents_by_hand():

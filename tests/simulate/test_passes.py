@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, exchange_model, ring_counts, ring_sums
-from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, overlap_adds, products
+from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, products
+from megatron_wlb.cost.tiles import overlap_adds
 from megatron_wlb.documents import Keys, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile

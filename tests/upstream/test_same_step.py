@@ -39,7 +39,12 @@ def compare(run, theirs):
 
 @pytest.mark.parametrize(
     ("size", "layout", "flags"),
-    [(2, CP2, ""), full(2, VPP2, "--num-layers 4"), full(2, "", ""), full(1, "", "")],
+    [
+        (2, CP2, "--num-layers 1 --global-batch-size 4"),
+        full(2, VPP2, "--num-layers 4"),
+        full(2, "", ""),
+        full(1, "", ""),
+    ],
 )
 def test_a_hundred_steps(size, layout, flags, dataset, upstream):
     common = f"{GENTLE} {flags} --train-iters 100"

@@ -15,11 +15,11 @@ from megatron_wlb.adapter.layers import attention, experts, latent, mtp, overlap
 from megatron_wlb.adapter.layers.attention import foreign_core
 from megatron_wlb.adapter.layers.kind import Kind, Run
 from megatron_wlb.adapter.layers.norm import TorchNorm
-from megatron_wlb.model import MIXERS
+from megatron_wlb.layers import WITHOUT_ATTENTION
 from megatron_wlb.runtime.attention import AttentionOptions
 
-_MIXERS: list[Kind] = [importlib.import_module(f"{__name__}.{name}").KIND for name in MIXERS.values()]
-KINDS: tuple[Kind, ...] = (mtp.KIND, experts.KIND, *_MIXERS, latent.KIND, attention.KIND, overlap.KIND)
+_WITHOUT_ATTENTION: list[Kind] = [importlib.import_module(f"{__name__}.{name}").KIND for name in WITHOUT_ATTENTION]
+KINDS: tuple[Kind, ...] = (mtp.KIND, experts.KIND, *_WITHOUT_ATTENTION, latent.KIND, attention.KIND, overlap.KIND)
 
 
 def of(args: Namespace) -> list[Kind]:
@@ -45,7 +45,7 @@ def installed(args: Namespace, run: Run) -> Iterator[None]:
 
 def adapt(layer: Any, config: Any, options: AttentionOptions) -> None:
     """Adapt the spec of a layer."""
-    _adapt_mixer(layer, config, options, linear=config.experimental_attention_variant is not None)
+    _adapt(layer, config, options, others=config.experimental_attention_variant is not None)
     if config.transformer_impl == "local":
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
 
@@ -57,14 +57,14 @@ def adapt_stack(spec: Any, config: Any, options: AttentionOptions) -> Any:
     spec.submodules = copy.copy(spec.submodules)
     for name in (kind.stack_layer for kind in KINDS if kind.stack_layer):
         layer = copy.deepcopy(getattr(spec.submodules, name))
-        _adapt_mixer(layer, config, options, linear=True)
+        _adapt(layer, config, options, others=True)
         setattr(spec.submodules, name, layer)
     return spec
 
 
-def _adapt_mixer(layer: Any, config: Any, options: AttentionOptions, *, linear: bool) -> None:
-    """Adapt the part that mixes the rows of a layer; `linear`: it may be no attention."""
-    if linear and any(kind.adapt(layer, config, options) for kind in _MIXERS):
+def _adapt(layer: Any, config: Any, options: AttentionOptions, *, others: bool) -> None:
+    """Adapt the attention of a layer; `others`: it may have none."""
+    if others and any(kind.adapt(layer, config, options) for kind in _WITHOUT_ATTENTION):
         return
     check_layer(layer)
     if not latent.KIND.adapt(layer, config, options):

@@ -144,7 +144,7 @@ class _LatentAttention(Kind):
             return False
         spec = layer.submodules.self_attention
         exchanged = (WlbLatentExchange, WlbLatentCore)
-        spec.module, core = exchanged if options.latents else (WlbLatentAttention, WlbCoreAttention)
+        spec.module, core = exchanged if options.exchanged_before else (WlbLatentAttention, WlbCoreAttention)
         spec.submodules.core_attention = ModuleSpec(module=core, params={"options": options})
         if config.transformer_impl == "local" and config.qk_layernorm:
             spec.submodules.q_layernorm = spec.submodules.kv_layernorm = TorchNorm

@@ -18,6 +18,7 @@ from megatron_wlb.adapter.layers.kind import Kind, Run
 from megatron_wlb.adapter.layers.norm import TorchNorm
 from megatron_wlb.adapter.upstream.means import means_over
 from megatron_wlb.adapter.upstream.replaced import replaced
+from megatron_wlb.adapter.upstream.versions import upstream
 
 
 def adapt_mtp(layer: Any, config: Any, adapt: Callable[[Any, Any], None]) -> None:
@@ -77,6 +78,58 @@ def _installed(run: Run) -> Iterator[None]:
         replaced(specs, "get_gpt_mtp_block_spec", adapted, ("config",)),
         replaced(prediction, "roll_tensor", loaded, ("tensor", "packed_seq_params")),
         replaced(prediction.MTPLossLoggingHelper, "track_mtp_metrics", means_over(run.windows), ("loss_scale",)),
+        _overlapped(),
+    ):
+        yield
+
+
+class _Hidden:
+    """Packed sequences of the running node, while upstream asserts that it has none."""
+
+    state: Any = None
+    """Its state, which gets them back."""
+    packed: Any = None
+
+
+@contextlib.contextmanager
+def _overlapped() -> Iterator[None]:
+    """Let MTP layers take packed sequences in upstream's combined schedule, see `overlap`."""
+    callables = importlib.import_module(upstream().nodes[0])
+    predicting = importlib.import_module("megatron.core.transformer.multi_token_prediction").MultiTokenPredictionLayer
+    hidden = _Hidden()
+
+    def built(original: Any) -> Any:
+        def build_mtp_layer_callables(layer: Any) -> Any:
+            (attend, *others), weights = original(layer)
+
+            def attended(node: Any, rows: Any) -> Any:
+                hidden.state, hidden.packed = node.chunk_state, node.chunk_state.packed_seq_params
+                hidden.state.packed_seq_params = None
+                return attend(node, rows)
+
+            return [attended, *others], weights
+
+        return build_mtp_layer_callables
+
+    def embedded(original: Any) -> Any:
+        def _get_embeddings(self: Any, *, packed_seq_params: Any = None, **given: Any) -> Any:
+            return original(self, packed_seq_params=packed_seq_params or hidden.packed, **given)
+
+        return _get_embeddings
+
+    def joined(original: Any) -> Any:
+        def _concat_embeddings(self: Any, *args: Any) -> Any:
+            """Called after upstream has looked, and before the layer inside."""
+            if hidden.packed is not None:
+                hidden.state.packed_seq_params, hidden.packed = hidden.packed, None
+            return original(self, *args)
+
+        return _concat_embeddings
+
+    with (
+        replaced(callables, "build_mtp_layer_callables", built, ("layer",)),
+        replaced(predicting, "_get_embeddings", embedded, ("hidden_states", "packed_seq_params")),
+        replaced(predicting, "_concat_embeddings", joined, ("hidden_states", "decoder_input")),
     ):
         yield
 

@@ -15,7 +15,6 @@ from typing import Any
 from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_wlb.adapter.clock import Clock
@@ -30,8 +29,6 @@ class _Running:
 
     padding: Any = None
     """For the router: the mask of its micro-batch."""
-    packed: Any = None
-    """For a multi-token prediction layer, where upstream asserts that there are no packed sequences."""
 
 
 @contextlib.contextmanager
@@ -48,8 +45,6 @@ def _installed(clock: Clock) -> Iterator[None]:
 
             def attended(node: Any, hidden: Any) -> Any:
                 nonlocal attention
-                if running.packed is not None:
-                    node.chunk_state.packed_seq_params, running.packed = running.packed, None
                 running.padding = node.chunk_state.padding_mask
                 routed = attend(node, hidden)
                 running.padding = None
@@ -70,25 +65,6 @@ def _installed(clock: Clock) -> Iterator[None]:
             return [attended, dispatch, computed, *others], weights
 
         return build_transformer_layer_callables
-
-    def predicted(original: Any) -> Any:
-        def build_mtp_layer_callables(layer: Any) -> Any:
-            (attend, *others), weights = original(layer)
-
-            def attended(node: Any, hidden: Any) -> Any:
-                """Hide packed sequences until upstream has looked; the layer inside takes them back."""
-                running.packed, node.chunk_state.packed_seq_params = node.chunk_state.packed_seq_params, None
-                return attend(node, hidden)
-
-            return [attended, *others], weights
-
-        return build_mtp_layer_callables
-
-    def embedded(original: Any) -> Any:
-        def _get_embeddings(self: Any, *, packed_seq_params: Any = None, **given: Any) -> Any:
-            return original(self, packed_seq_params=packed_seq_params or running.packed, **given)
-
-        return _get_embeddings
 
     def routed(original: Any) -> Any:
         def route(self: Any, hidden_states: Any, padding_mask: Any = None) -> Any:
@@ -112,13 +88,10 @@ def _installed(clock: Clock) -> Iterator[None]:
 
         return combined_forward_backward_step
 
-    embedding, mask = ("hidden_states", "packed_seq_params"), ("hidden_states", "padding_mask")
     forward, backward = clock.span("forward"), clock.span("backward")
     with (
         replaced(callables, "build_transformer_layer_callables", built, ("layer",)),
-        replaced(callables, "build_mtp_layer_callables", predicted, ("layer",)),
-        replaced(MultiTokenPredictionLayer, "_get_embeddings", embedded, embedding),
-        replaced(MoELayer, "route", routed, mask),
+        replaced(MoELayer, "route", routed, ("hidden_states", "padding_mask")),
         replaced(combined_1f1b, "combined_forward_backward_step", combined, ("f_model", "b_model")),
         replaced(ScheduleNode, "forward", forward, ()),
         replaced(ScheduleNode, "backward", backward, ()),

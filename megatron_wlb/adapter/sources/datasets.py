@@ -29,7 +29,7 @@ def source_of(args: Namespace) -> Source:
     if args.mock_data:
         return Mock(args)
     if args.wlb_sft:
-        from megatron_wlb.adapter.sources.sft import FromConversations
+        from megatron_wlb.adapter.sources.conversations import FromConversations
 
         return FromConversations(args)
     return FromIndex(args)

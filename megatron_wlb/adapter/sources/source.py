@@ -37,7 +37,7 @@ class Source(Protocol):
     """Whether upstream trains each document by itself, whatever flags say: positions and targets end with it."""
 
     def check(self) -> None:
-        """Check the files that flags name, before upstream reads them. Raises ValueError."""
+        """Check the files that flags name, and set arguments for it, before upstream reads them. Raises ValueError."""
 
     def prepare(self, config: Any) -> None:
         """Set the fields of upstream's dataset config that `kind` reads. A collective call; raises ValueError."""

@@ -8,15 +8,23 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb import __version__
-from megatron_wlb.cli.analyze.report import Faster, Layout, Measured, Ratio, Report, sources
+from megatron_wlb.cli.analyze.report import Faster, Measured, Ratio, Report, sources
 from megatron_wlb.cli.analyze.setup import WARM_UP, Setup
-from megatron_wlb.describe.alternatives import gib
+from megatron_wlb.describe.alternatives import Kind, gib
 from megatron_wlb.hardware.network import NETWORKS
 from megatron_wlb.hardware.profile import profile_file
-from megatron_wlb.settings import flag_with_value
 
 FORMAT = "megatron-wlb-analysis"
 VERSION = 14
+SHOWN: dict[Kind, str] = {
+    "layouts": "tp cp pp vpp dp num_micro_batches max_tokens gib megatron flags",
+    "recompute": "flags gib",
+    "delay": "flag num_micro_batches",
+    "other_flags": "flag",
+}
+"""Values of the alternatives of every kind, besides their gains."""
+SEVERAL = ("layouts", "other_flags")
+"""Kinds that may have more than one."""
 
 
 def entries(report: Report) -> dict[str, Any]:
@@ -49,10 +57,7 @@ def entries(report: Report) -> dict[str, Any]:
             for each in setup.tried
         ],
         "schemes": dict(zip(report.schemes._fields, (_scheme(*each) for each in schemes), strict=True)),
-        "layouts": [_layout(each) for each in report.layouts],
-        "recompute": report.recompute and _recompute(report.recompute),
-        "delay": report.delay and _delay(report.delay),
-        "other_flags": [{"flag": flag} | _faster(each) for flag, each in report.other_flags.items()],
+        **_alternatives(report),
         "flags": setup.flags(),
         "pins": setup.pins(),
         "warnings": screened.remarks + setup.data.remarks,
@@ -88,24 +93,19 @@ def _scheme(measured: Measured, speedup: Ratio) -> dict[str, Any]:
     }
 
 
-def _faster(faster: Faster) -> dict[str, float]:
-    return {name: value for name, value in faster._asdict().items() if name != "job"}
+def _alternatives(report: Report) -> dict[str, Any]:
+    found = {kind: [_faster(each, names) for each in report.of_kind(kind)] for kind, names in SHOWN.items()}
+    return {kind: each if kind in SEVERAL else next(iter(each), None) for kind, each in found.items()}
 
 
-def _layout(layout: Layout) -> dict[str, Any]:
-    job = layout.faster.job
+def _faster(faster: Faster, names: str) -> dict[str, Any]:
+    """Return the gains of an alternative, after values by their names."""
+    job, flags = faster.way.job, faster.way.flags
     sizes = {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
     of_job = {"num_micro_batches": job.num_micro_batches, "max_tokens": job.max_tokens, "gib": gib(job)}
-    return sizes | of_job | {"megatron": layout.megatron, "flags": layout.flags} | _faster(layout.faster)
-
-
-def _recompute(faster: Faster) -> dict[str, Any]:
-    return {"flags": faster.job.recompute.flags, "gib": gib(faster.job)} | _faster(faster)
-
-
-def _delay(faster: Faster) -> dict[str, Any]:
-    flag = flag_with_value("packing", faster.job.packing)
-    return {"flag": flag, "num_micro_batches": faster.job.num_micro_batches} | _faster(faster)
+    values = sizes | of_job | {"megatron": faster.megatron, "flags": flags, "flag": flags}
+    shown = {name: values[name] for name in names.split()}
+    return shown | {name: getattr(faster, name) for name in ("gain", "speedup", "late_steps", "speedup_error")}
 
 
 def origin_of(setup: Setup) -> dict[str, Any]:

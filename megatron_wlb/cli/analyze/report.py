@@ -11,14 +11,13 @@ import numpy as np
 from megatron_wlb.cli.analyze.lengths import Documents, documents_of
 from megatron_wlb.cli.analyze.setup import Scheme, Schemes, Setup
 from megatron_wlb.cli.common import Advance, Begin
-from megatron_wlb.describe.alternatives import layout_flags
+from megatron_wlb.describe.alternatives import Alternative, Kind
 from megatron_wlb.describe.price import SIMULATED, Price, prices
 from megatron_wlb.hardware.profile import Profile, generations, gpu_of, load_profile
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.alone import best_size
-from megatron_wlb.plan.micro_batches import ALIKE
 from megatron_wlb.simulate.published import FLAGS, Errors, errors_like
 from megatron_wlb.simulate.step import TIME_SHARES, SimulatedStep, breakdown, imbalances
 
@@ -29,8 +28,6 @@ OTHER_SIMULATED = 24
 """Most steps to simulate of every other layout and other flag."""
 MOST_LAYOUTS = 3
 """Layouts that are shown, the fastest."""
-CLOSE = 0.02
-"""Gain or loss of a delay, or of a flag of Megatron's, up to which it is not mentioned."""
 READING_STEPS = 8
 """Steps that tell a speed-up under other assumptions."""
 HALF_THE_NETWORK = "half the bandwidth between nodes"
@@ -152,24 +149,17 @@ class Reading(NamedTuple):
 
 
 class Faster(NamedTuple):
-    """A job that is faster with --wlb than the run's."""
+    """An alternative that is faster with --wlb than the run."""
 
-    job: Job
+    way: Alternative
     gain: float
     """Over the run with --wlb."""
     speedup: float
     """Over Megatron with intra-document attention, in the run's layout."""
     late_steps: float
     speedup_error: float
-
-
-class Layout(NamedTuple):
-    """Another layout of the same GPUs that is faster."""
-
-    faster: Faster
-    megatron: float | None
-    """Speed-up of Megatron there; None if it cannot train there."""
-    flags: str
+    megatron: float | None = None
+    """Speed-up of Megatron in another layout; None if it cannot train there."""
 
 
 class Report(NamedTuple):
@@ -191,13 +181,11 @@ class Report(NamedTuple):
     prices: list[Price]
     """Prices of these features."""
     readings: list[Reading]
-    layouts: list[Layout]
-    """The fastest first."""
-    recompute: Faster | None
-    """The recomputation with which the run is fastest within memory, if that is not its own."""
-    delay: Faster | None
-    """With a delay of tokens; None if it brings little."""
-    other_flags: dict[str, Faster]
+    faster: list[Faster]
+    """Of layouts the fastest, the fastest first."""
+
+    def of_kind(self, kind: Kind) -> list[Faster]:
+        return [each for each in self.faster if each.way.kind == kind]
 
     def example(self, measured: Measured) -> Sample:
         """Return a typical step, the same of all schemes: of the same tokens without a delay."""
@@ -239,10 +227,7 @@ def analyse(setup: Setup, steps: Steps, begin: Begin) -> Report:
         balance=balance,
         prices=found,
         readings=readings(schemes, published.p90, few),
-        layouts=others.layouts(),
-        recompute=others.recompute(),
-        delay=others.delay(),
-        other_flags=others.flags(),
+        faster=others.faster(),
     )
 
 
@@ -264,11 +249,12 @@ class Others(NamedTuple):
         bare = self._measure(thd._replace(job=without_wlb(job)))
         return speedup(self.schemes.ours, bare).value, found
 
-    def layouts(self) -> list[Layout]:
-        """Return the layouts that are faster, the fastest first, with Megatron's gain in each."""
-        tried = [faster for job in self.setup.layouts if (faster := self._faster(job, ALIKE)) is not None]
-        tried.sort(key=lambda each: -each.gain)
-        return [Layout(each, self._of_megatron(each.job), layout_flags(each.job)) for each in tried[:MOST_LAYOUTS]]
+    def faster(self) -> list[Faster]:
+        """Return the ways that are faster, of layouts the fastest, with Megatron's gain in each."""
+        tried = [found for way in self.setup.others() if (found := self._faster(way)) is not None]
+        layouts = sorted((each for each in tried if each.way.kind == "layouts"), key=lambda each: -each.gain)
+        there = [each._replace(megatron=self._of_megatron(each.way.job)) for each in layouts[:MOST_LAYOUTS]]
+        return [*there, *(each for each in tried if each.way.kind != "layouts")]
 
     def _of_megatron(self, job: Job) -> float | None:
         """Return the speed-up of Megatron in another layout, at its best size there; None if it cannot train there."""
@@ -278,28 +264,15 @@ class Others(NamedTuple):
             return speedup(self._measure(best), self.schemes.thd).value
         return None
 
-    def recompute(self) -> Faster | None:
-        job = self.setup.recomputed
-        return None if job.recompute == self.setup.job.recompute else self._faster(job, ALIKE)
-
-    def delay(self) -> Faster | None:
-        job = self.setup.delayed
-        return None if job is None else self._faster(job, CLOSE)
-
-    def flags(self) -> dict[str, Faster]:
-        """Return jobs with one more flag that are faster."""
-        tried = {flag: self._faster(job, ALIKE) for flag, job in self.setup.others.items()}
-        return {flag: faster for flag, faster in tried.items() if faster is not None}
-
-    def _faster(self, job: Job, least: float) -> Faster | None:
-        """Return the speed-up of a job and its delay, if it gains over `least` and two standard errors on ours."""
-        each = self._measure(self.setup.with_wlb(job))
+    def _faster(self, way: Alternative) -> Faster | None:
+        """Return the speed-up of a way and its delay, if it gains over its least and two standard errors on ours."""
+        each = self._measure(self.setup.with_wlb(way.job))
         gain, error = speedup(each, self.schemes.ours)
-        if gain - 1 <= max(least, 2 * error):
+        if gain - 1 <= max(way.least, 2 * error):
             return None
         ours = self.of_ours
         found = math.hypot(error * ours.value, gain * ours.error)
-        return Faster(job, gain, gain * ours.value, each.late_steps, found)
+        return Faster(way, gain, gain * ours.value, each.late_steps, found)
 
     def _measure(self, scheme: Scheme) -> Measured:
         simulated = min(len(self.schemes.ours.us), steps_of(scheme.job).simulated, OTHER_SIMULATED)

@@ -1,10 +1,7 @@
 """The subject of an analysis: a run with --wlb, its data, and the other ways to train it."""
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from functools import cached_property, partial
-from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
@@ -13,24 +10,20 @@ from megatron_wlb import layers
 from megatron_wlb.cli.data import data_of
 from megatron_wlb.cli.job import Run
 from megatron_wlb.describe import alternatives
+from megatron_wlb.describe.alternatives import Alternative
 from megatron_wlb.describe.masks import masks_documents
-from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.describe.price import alone
 from megatron_wlb.documents import PackedBatch
-from megatron_wlb.job import Job, Packing
-from megatron_wlb.packing import DEFAULT_POLICY, policy_of
+from megatron_wlb.job import Job
+from megatron_wlb.packing import DEFAULT_POLICY
 from megatron_wlb.plan.alone import activation_bytes
-from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import SimulatedStep, simulate_step
 
-DELAY = 30
-"""The bound on the delay, in steps, that is tried beside the same step."""
 WARM_UP = 30
 """Steps that are packed and not counted, while queues of a scheme that delays fill."""
 SAMPLES, LEAST_STEPS, MOST_STEPS = 1 << 15, 64, 256
@@ -74,7 +67,7 @@ class Scheme(NamedTuple):
     @property
     def same_steps(self) -> bool:
         """Whether every step trains the documents of Megatron's."""
-        return not self.job.packing.delays
+        return self.job.packing.same_steps
 
     def steps(self, count: int) -> Iterator[PackedStep]:
         """Yield `count` steps as they would be trained, after a warm-up if documents wait from step to step."""
@@ -116,7 +109,7 @@ class Setup:
             )
         count = job.global_batch_size * min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // job.global_batch_size))
         self.samples = data.samples(run.arguments.seed, job.context_length, count)
-        self.job, self.tried = self._best(job.packing)
+        self.job, self.tried = alternatives.best(run, job.packing, self.samples)
         a, stated = run.arguments, run.launched.stated
         model, half = job.model, job.crossover_tokens
         self.notes += layers.assumed(model)
@@ -141,60 +134,9 @@ class Setup:
                 "to all of their own. With --wlb they attend to their own."
             )
 
-    def _best(self, packing: Packing) -> tuple[Job, list[Prediction]]:
-        """Return the job of a packing policy with the micro-batches of `auto`, and the predictions compared."""
-        make, known = partial(self.run.job, packing=packing), self.run.budget is not None
-        return predictions(make(), make, self.samples, memory_known=known) if self._chooses(packing) else (make(), [])
-
-    def _chooses(self, packing: Packing) -> bool:
-        """Whether the number of micro-batches is to be chosen."""
-        return self.run.settings.micro_batches == "auto" and packing.steady_tokens
-
-    @cached_property
-    def layouts(self) -> list[Job]:
-        """Jobs of --wlb in other layouts of the same GPUs."""
-        if not self._chooses(self.job.packing):
-            return []
-        return list(alternatives.layouts(self.run, self.job, self.samples))
-
-    @cached_property
-    def recomputed(self) -> Job:
-        """The job with the recomputation that is predicted to be fastest within memory."""
-        if not self._chooses(self.job.packing):
-            return self.job
-        found = alternatives.recomputation(self.run, self.job, self.samples)
-        return self.job if found is None else found.job
-
-    @cached_property
-    def delayed(self) -> Job | None:
-        """The job with a delay; None if it has one already, or another policy, or rows of --sft."""
-        packing = self.job.packing.delayed(DELAY)
-        if packing is None or self.data.has_rows:
-            return None
-        with contextlib.suppress(ValueError):  # memory may not hold it
-            return self._best(packing)[0]
-        return None
-
-    @cached_property
-    def others(self) -> dict[str, Job]:
-        """Jobs with one more flag, by flag: policy, gradients of K and V, last layers."""
-        job, found = self.job, {}
-        if job.packing.most_step_tokens(job) is None:  # steps vary in tokens
-            with contextlib.suppress(ValueError):  # memory may not hold it
-                found[flag_with_value("packing", DEFAULT_POLICY)] = self.run.job(packing=policy_of(DEFAULT_POLICY))
-        if job.parallel.cp > 1 and job.cp_gradient_bytes > job.bytes_per_value:
-            found[flag_with_value("cp_gradients", "model")] = job.sharded(cp_gradients="model")
-        rows = tile_rows(replace(self.run.arguments, tp_comm_overlap=True), job.parallel)
-        if rows and not job.tp_tile_rows and job.parallel.tp <= job.profile.network.gpus_per_node:
-            overlap = tp_overlap(job.parallel.tp)
-            found["--tp-comm-overlap"] = replace(job, tp_overlap=overlap, tp_tile_rows=rows)
-        relieved = alternatives.relieved(job, self.samples)
-        budget = self.run.budget
-        layout = relieved.parallel.split.pipeline_model_parallel_layout
-        fits = budget is None or largest_max_tokens(relieved, budget) >= job.max_tokens
-        if layout is not None and relieved != job and fits:
-            found[f"--pipeline-model-parallel-layout {quote(layout)}"] = relieved
-        return found
+    def others(self) -> Iterator[Alternative]:
+        """Yield the other ways to train the run with --wlb on its GPUs."""
+        return alternatives.others(self.run, self.job, self.samples, may_wait=not self.data.has_rows)
 
     @property
     def of_run(self) -> Scheme:
@@ -232,7 +174,8 @@ class Setup:
 
     def pins(self) -> str:
         """Return the flags that pin the choices of `auto`."""
-        chosen = {"micro_batches": self.job.num_micro_batches} if self._chooses(self.job.packing) else {}
+        chooses = alternatives.chooses(self.run, self.job.packing)
+        chosen = {"micro_batches": self.job.num_micro_batches} if chooses else {}
         if self.run.settings.max_tokens == "auto" or (chosen and self.run.settings.max_tokens is None):
             chosen["max_tokens"] = self.job.max_tokens
         return " ".join(flag_with_value(name, value) for name, value in chosen.items())

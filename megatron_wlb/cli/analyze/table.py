@@ -12,11 +12,9 @@ from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.entries import origin_of
 from megatron_wlb.cli.analyze.report import (
     ATTENTION_TAKES,
-    CLOSE,
     HALF_THE_NETWORK,
     KERNELS_OF,
     RING,
-    Faster,
     Measured,
     Ratio,
     Report,
@@ -24,7 +22,7 @@ from megatron_wlb.cli.analyze.report import (
 )
 from megatron_wlb.cli.analyze.setup import WARM_UP, Schemes
 from megatron_wlb.cli.common import render
-from megatron_wlb.describe.alternatives import WORTH, gib
+from megatron_wlb.describe.alternatives import CLOSE, TOLD, WORTH, gib
 from megatron_wlb.describe.price import sentence as sentence_on_prices
 from megatron_wlb.simulate.step import TIME_SHARES
 
@@ -301,21 +299,18 @@ def rendered(report: Report) -> dict[str, Any]:
 
 
 def _faster(report: Report) -> Iterator[str]:
-    """Yield the recomputation and the layout with which the same GPUs are faster, if by `WORTH`."""
-    found: list[tuple[Faster, str, float | None]] = []
-    if report.recompute:
-        found.append((report.recompute, report.recompute.job.recompute.flags or "no recomputation", None))
-    found += [(each.faster, each.flags, each.megatron) for each in report.layouts[:1]]
-    for each, flags, megatron in found:
-        if each.gain >= WORTH:
-            there = ""
-            if megatron:
-                over = each.speedup / megatron
-                there = f" Megatron there is {megatron:.2f} times as fast; over it, --wlb is {over:.2f} times as fast."
-            yield (
-                f"With {flags} on the same GPUs, --wlb is predicted to be {each.gain:.2f} times as fast as here, "
-                f"with {gib(each.job):.0f} GiB a GPU. Over {TITLES.thd} here it is {each.speedup:.2f} times.{there}"
-            )
+    """Yield the ways with which the same GPUs are faster, the fastest of each kind, if by `WORTH`."""
+    fastest = [each for kind in TOLD for each in report.of_kind(kind)[:1] if each.gain >= WORTH]
+    for each in fastest:
+        there, how = "", each.way.words
+        if each.megatron:
+            over = each.speedup / each.megatron
+            there = f" Megatron there is {each.megatron:.2f} times as fast; over it, --wlb is {over:.2f} times as fast."
+        yield (
+            f"{how[0].upper()}{how[1:]} on the same GPUs, --wlb is predicted to be {each.gain:.2f} times as fast as "
+            f"here, with {gib(each.way.job):.0f} GiB a GPU. Over {TITLES.thd} here it is {each.speedup:.2f} times."
+            f"{there}"
+        )
 
 
 def _job(report: Report) -> str:

@@ -14,8 +14,9 @@ from megatron_wlb import files
 from megatron_wlb.cli.data import data_of
 from megatron_wlb.cli.job import Run, run_of
 from megatron_wlb.cli.launch import divided, read_command, read_flags
-from megatron_wlb.describe.arguments import FLAGS, MegatronArguments, short
+from megatron_wlb.describe.arguments import FLAGS, MegatronArguments
 from megatron_wlb.describe.refusals import refusals
+from megatron_wlb.settings import short
 
 _TAKEN_OUT = re.compile(
     "--(?:save|persistent-save|non-persistent|async-save|ckpt-convert|tensorboard-dir|wandb|mlflow|exit-interval|"

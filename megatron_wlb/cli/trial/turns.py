@@ -15,7 +15,7 @@ from megatron_wlb import files
 from megatron_wlb.cli import run_log
 from megatron_wlb.cli.launch import text_of
 from megatron_wlb.cli.trial.command import Plan
-from megatron_wlb.describe.arguments import short
+from megatron_wlb.settings import short
 
 SIDES = ("without", "with")
 PATIENCE = 90.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_wlb.adapter import cpu_linear
+from megatron_wlb.adapter.cpu import linear
 from megatron_wlb.adapter.upstream.versions import upstream
 
 FLAGS = (
@@ -77,7 +77,7 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     importlib.import_module("torch._dynamo")
 
-    sys.modules.update(dict.fromkeys(cpu_linear.STANDS_FOR, cpu_linear))
+    sys.modules.update(dict.fromkeys(linear.STANDS_FOR, linear))
     for name in _FACTORIES.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(torch.Tensor.to, place=1)  # type: ignore[method-assign]
@@ -135,4 +135,4 @@ def install_megatron() -> None:
     )
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
     if not upstream().passes_functions:  # linear layers train from 0.19 on
-        cpu_linear.install()
+        linear.install()

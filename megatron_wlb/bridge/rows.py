@@ -1,4 +1,4 @@
-"""Fine-tuning datasets of Megatron-Bridge: the conversations of its rows, in the order of its global batches."""
+"""Fine-tuning in Megatron-Bridge: the conversations of rows, a document each, in the order of its global batches."""
 
 import functools
 import itertools
@@ -7,12 +7,51 @@ from argparse import Namespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from megatron.bridge.data.builders import GPTSFTDatasetConfig
 from megatron.bridge.data.samplers import MegatronPretrainingBatchSampler
 
 from megatron_wlb.adapter.sources.source import SplitData
 from megatron_wlb.documents import DOCUMENT
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import PLAN_AHEAD, digest_of
+
+
+def arguments(dataset: GPTSFTDatasetConfig) -> dict[str, Any]:
+    """Return Megatron's arguments with the values of a config."""
+    absent = (
+        "mock_data dataloader_inter_document_masking reset_position_ids reset_attention_mask eod_mask_loss "
+        "full_validation multiple_validation_sets"
+    )
+    return dict.fromkeys(absent.split(), False) | {
+        "sft": True,
+        "wlb_means_in_evaluation": False,  # Bridge's is the mean of all targets
+        "seed": dataset.seed,
+        "num_workers": 0,  # the planner's thread has read the rows
+    }
+
+
+def others(dataset: GPTSFTDatasetConfig, train: Any, wlb: dict[str, Any]) -> dict[str, Any]:
+    """Return features that Megatron's flags do not have, and whether they are given."""
+    specs, options = dataset.offline_packing_specs, dataset.dataset_kwargs or {}
+    return {
+        f"dataset.dataloader_type {dataset.dataloader_type} instead of batch": dataset.dataloader_type != "batch",
+        "dataset.offline_packing_specs.packed_sequence_size over dataset.seq_length": (
+            specs is not None and specs.packed_sequence_size > dataset.seq_length
+        ),
+        "return_cu_seqlen=False of dataset.dataset_kwargs": not options.get("return_cu_seqlen", True),
+        "train.num_epochs instead of train.train_iters": train.num_epochs is not None,
+        "sft_skip with finetune()": wlb["wlb_sft_skip"],
+        "digest with finetune()": wlb["wlb_digest"],
+    }
+
+
+def unprepared(original: Any) -> Any:
+    """Wrap the function that splits a batch of fine-tuning into micro-batches, which the plan has."""
+
+    def prepare_finetuning_batch(data_iterator: Any, *, default_seq_length: int, **rest: Any) -> tuple[Any, int]:
+        return data_iterator, default_seq_length
+
+    return prepare_finetuning_batch
 
 
 def split_data(dataset: Any, args: Namespace, split: str, first_sample: int) -> SplitData:
@@ -54,8 +93,8 @@ class _Row(NamedTuple):
     """int32 [n]."""
     trained: np.ndarray
     """bool [n]: whether the label is a target."""
-    conversations: np.ndarray
-    """First token and tokens of each, int64 [conversations, 2]."""
+    documents: np.ndarray
+    """First token and tokens of each, int64 [documents, 2]."""
 
 
 class _Rows:
@@ -70,7 +109,7 @@ class _Rows:
         self._dataset, self._context_length, self.size = dataset, context_length, len(dataset)
         self._lock = threading.Lock()  # the planner reads, and the forecast; Bridge's datasets are of one thread
         self._row = functools.lru_cache(maxsize=kept)(self._collated)
-        self._conversations: dict[int, np.ndarray] = {-1: np.empty((0, 2), np.int64)}  # the row that fills a batch
+        self._documents_of: dict[int, np.ndarray] = {-1: np.empty((0, 2), np.int64)}  # the row that fills a batch
 
     def __len__(self) -> int:
         return self.size
@@ -92,9 +131,9 @@ class _Rows:
         return row.tokens[rows].astype(np.int64), row.labels[rows].astype(np.int64), row.trained[rows]
 
     def _found(self, number: int) -> np.ndarray:
-        if number not in self._conversations:
-            self._conversations[number] = self._row(number).conversations
-        return self._conversations[number]
+        if number not in self._documents_of:
+            self._documents_of[number] = self._row(number).documents
+        return self._documents_of[number]
 
     def _collated(self, number: int) -> _Row:
         with self._lock:
@@ -106,8 +145,8 @@ class _Rows:
         for begin, end in itertools.pairwise(begins.tolist()):
             (targets,) = np.nonzero(trained[begin:end])
             found += [(begin, targets[-1] + 1)] if len(targets) else []
-        conversations = np.array(found, np.int64).reshape(-1, 2)
-        return _Row(tokens.astype(np.int32), labels.astype(np.int32), trained, conversations)
+        documents = np.array(found, np.int64).reshape(-1, 2)
+        return _Row(tokens.astype(np.int32), labels.astype(np.int32), trained, documents)
 
 
 class _Batches:
