@@ -4,6 +4,7 @@ ways to run: ends by samples or time, replays of a step, asynchronous saving."""
 import multiprocessing
 import re
 import time
+from argparse import Namespace
 from dataclasses import replace
 from datetime import timedelta
 
@@ -20,6 +21,7 @@ from megatron_wlb.adapter.sources import datasets
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.plan import step
 from tests.adapter.training import ADAM, CP2, PP2, entries, full, train
+from tests.jobs import job
 from tests.worlds import run_world
 
 
@@ -92,6 +94,26 @@ def _compared():
         except RuntimeError as error:
             said.append(re.search("valid step 7 differently: (.*); check", str(error))[1])
     return said
+
+
+def test_ranks_agree_on_what_their_plans_do_not_tell(monkeypatch):
+    """Files, trained targets and their weights: each changes the digest of its own name."""
+    monkeypatch.setattr(plans, "_code", dict)
+
+    def same(identity=1, masks=True, samples=2, digest=False, per_token=False):
+        args = Namespace(iteration=0, wlb_digest=digest, wlb_per_token_loss=per_token)
+        tokens = Namespace(datasets=[Namespace(masks=masks)])
+        reader = Namespace(samples_per_micro_batch=samples, depths=0, digest=digest, **vars(tokens))
+        return plans.Plans(args, job(), {"train": Namespace(identity=identity)}, {"train": reader})._same
+
+    for change, name in (
+        ({"identity": 2}, "train data"),
+        ({"masks": False}, "train loss mask"),
+        ({"per_token": True}, "train loss mask"),
+        ({"samples": None}, "train micro-batch size"),
+        ({"digest": True}, "--wlb-digest"),
+    ):
+        assert {each for each, _ in same(**change).items() ^ same().items()} == {name}
 
 
 def test_data_workers_a_slow_disk_and_a_slow_planner_change_nothing(dataset, tmp_path, monkeypatch):
