@@ -1,4 +1,4 @@
-"""Rows of samples by hand: what follows them, for multi-token prediction, and the sample that a phase begins with."""
+"""Rows of samples by hand: what follows them, for multi-token prediction, and where pieces end and phases begin."""
 
 from argparse import Namespace
 
@@ -8,6 +8,7 @@ import torch
 
 from megatron_wlb.adapter.data import SampleReader
 from megatron_wlb.adapter.layers import mtp
+from megatron_wlb.adapter.sources import eod
 from megatron_wlb.adapter.training import _consumed
 from megatron_wlb.documents import DOCUMENT
 
@@ -61,3 +62,12 @@ def test_a_phase_begins_with_its_own_first_sample(iteration, first):
     args = Namespace(iteration=iteration, global_batch_size=8, consumed_train_samples=99)
     assert _consumed(Namespace(phase_transition_iterations=[5, 9], **vars(args))) == first
     assert _consumed(Namespace(phase_transition_iterations=None, **vars(args))) == 99
+
+
+@pytest.mark.parametrize("flag", ["reset_attention_mask", "reset_position_ids"])
+def test_eod_ends_pieces_unless_masks_are_of_documents(flag):
+    args = Namespace(**{name: name == flag for name in ("reset_attention_mask", "reset_position_ids")})
+    for masks_documents in (False, True):
+        args.dataloader_inter_document_masking = masks_documents
+        assert eod.resets(args) != masks_documents
+    assert not eod.resets(Namespace(**dict.fromkeys(vars(args), False)))

@@ -90,6 +90,22 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+def test_windows_of_some_layers_leave_keys_to_others(monkeypatch):
+    """Only where all layers have one, a token sees less of its document, in a run without `--wlb`."""
+    args = Namespace(position_embedding_type="rope", sft=False, num_layers=2)
+    monkeypatch.setattr(digest.mpu, "get_context_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(digest, "get_args", lambda: args)
+    tokens = torch.arange(16)[None]
+
+    def given(keys):
+        monkeypatch.setattr(digest, "keys_before", lambda _: keys)
+        upstream = digest.Upstream()
+        upstream._add({"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(1, 16)})
+        return int(upstream._parts[0])
+
+    assert given([None, 4]) == given([None, None]) == given([99, 99]) != given([4, 4])
+
+
 def test_it_takes_as_many_operations_as_the_page_says(monkeypatch):
     """Of a micro-batch on one rank, which is first and last stage."""
     backend = get_backend("cpu", "cpu", (8, 8))
