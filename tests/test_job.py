@@ -200,6 +200,8 @@ def test_work_is_linear_beyond_a_window():
     )
     exact = lengths * given.crossover_tokens + (2 * narrow + wide) / 3
     assert (given.work(lengths) == np.ceil(exact)).all()
+    for each in (given, job()):
+        assert each.work(lengths[9]) == each.work(lengths)[9]  # of a single length, too
 
 
 def test_experts_are_a_part_of_the_crossover():

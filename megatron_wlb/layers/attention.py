@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_wlb.hardware.network import Group
-from megatron_wlb.job import MAX_TOKENS, Job
+from megatron_wlb.job import FP32, MAX_TOKENS, Job
 from megatron_wlb.layers.part import LAUNCHES_US, Part, Tensor, layer_input_bytes, mask_bytes, rates
 from megatron_wlb.layers.pattern import chosen
 from megatron_wlb.model import FULL, WINDOWED, ModelShape
@@ -112,9 +112,13 @@ class Attention(Part):
         """Return us in which backward expands K and V of a row again, where `Job.expands_again`."""
         return 0.0
 
+    def rotary_bytes(self, job: Job) -> int:
+        """Return bytes of a row of the rotary table, in fp32."""
+        return FP32 * job.model.kv_channels
+
     def looked_up_bytes(self, job: Job) -> int:
-        """Return bytes that every virtual stage keeps of a row: of the rotary table, in fp32."""
-        return 4 * job.model.kv_channels
+        """Return bytes that every virtual stage keeps of a row, for all of its layers."""
+        return self.rotary_bytes(job)
 
 
 def network_of_ranks(job: Job) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_wlb.hardware.network import Group
-from megatron_wlb.job import Job
+from megatron_wlb.job import FP32, Job
 from megatron_wlb.layers.attention import Attention, ExchangeModel, network_of_ranks
 from megatron_wlb.layers.part import Adaptation, Again, Rules, Tensor, rates
 from megatron_wlb.model import FULL, latent_sizes
@@ -110,6 +110,9 @@ class LatentAttention(Attention):
 
     def expands_us(self, job: Job) -> float:
         return self._expansion(job)[0] if job.expands_again else 0.0
+
+    def rotary_bytes(self, job: Job) -> int:
+        return FP32 * job.model.qk_pos_emb_head_dim
 
     def looked_up_bytes(self, job: Job) -> int:
         return 0  # sines and cosines are a layer's own

@@ -36,7 +36,7 @@ def weight_bytes(job: Job, stage: int | None = None) -> float:
     kept = np.full(p.pp, w * sum(outputs * inputs for outputs, inputs in shapes))
     kept[-1] += w * job.model.vocabulary_weights / p.tp
     kept += held_bytes(job)
-    rotary = 4 * job.context_length * (job.model.qk_pos_emb_head_dim or job.model.kv_channels)  # a table in fp32
+    rotary = job.context_length * attention_of(job.model).rotary_bytes(job)
     return float(kept.max() if stage is None else kept[stage]) + rotary + overlap_bytes(job)
 
 

@@ -187,7 +187,8 @@ def _run(dataset, settings, call, options):
             found["losses"] += [float(loss) for loss in context.loss_dict.values()]
 
         def on_train_end(self, context):
-            found["tokens"] = context.state._flops_seqlen_sum * context.state.cfg.data_parallel_size
+            state, ranks = context.state, context.state.cfg.data_parallel_size
+            found["tokens"], found["squares"] = state._flops_seqlen_sum * ranks, state._flops_seqlen_sq_sum * ranks
 
         def on_eval_end(self, context):
             found["evaluations"] += [float(loss) for loss in context.total_loss_dict.values()]

@@ -28,7 +28,9 @@ def test_equals_megatron_in_one_process(size, layout, flags, dataset, upstream, 
     megatron = upstream(f"--eval-iters 1 --eval-interval 1 {flags}")
     compare(got, megatron)
     assert got["evaluations"] == pytest.approx(megatron["evaluations"], rel=1e-5)
-    assert got["tokens"] == pytest.approx(got["log"][1]["tokens"], abs=size)
+    lengths = [length for each in got["log"][1]["lengths"] for length in each]
+    assert got["tokens"] == pytest.approx(sum(lengths), abs=size)
+    assert got["squares"] == pytest.approx(sum(length**2 for length in lengths), abs=size)
 
 
 def test_resumes_in_another_layout(dataset, tmp_path):

@@ -4,7 +4,9 @@ import functools
 import json
 import os
 import re
+from argparse import Namespace
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ from tests.adapter.training import (
     full,
     train,
 )
-from tests.jobs import job, packer
+from tests.jobs import job, packer, samples
 
 NON_PERSISTENT = "--non-persistent-save-interval 2 --non-persistent-ckpt-type global --save-interval 9"
 EXACT = ("step", "plan", "loss", "tokens", "imbalance", "imbalance_original", "delay_mean_steps", "work")
@@ -130,6 +132,17 @@ def test_what_waited_in_another_run_is_refused(step, consumed, documents, messag
     assert plans._load(packer(described, lengths), str(tmp_path), 3, 40, 7)
     with pytest.raises(ValueError, match=message):
         plans._load(packer(described, lengths), str(tmp_path), step, consumed, documents)
+
+
+def test_documents_of_a_state_are_those_of_the_same_order_lengths_and_files():
+    given = samples([5, 9, 60, 70, 80]).datasets[0]
+
+    def digest(size=7, **changes):
+        train = Namespace(samples=Namespace(datasets=[replace(given, **changes)]), datasets=[Namespace(size=size)])
+        return plans.Plans._documents.func(Namespace(_splits={"train": train}))
+
+    others = ({"lengths": given.lengths[::-1]}, {"document_index": given.document_index[::-1]}, {"size": 8})
+    assert digest() == digest() and len({digest(), *(digest(**each) for each in others)}) == 4
 
 
 def test_the_latest_checkpoint_is_noted_at_once(dataset, tmp_path, monkeypatch):

@@ -245,6 +245,20 @@ def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout):
     assert measured == pytest.approx(predicted, abs=1e-9)
 
 
+def test_passes_are_those_of_the_chunks_that_ran_them(monkeypatch):
+    """Of two micro-batches on the first of two stages, forward chunk by chunk, and backward from the last one."""
+    monkeypatch.setattr(clock.dist, "all_reduce", lambda *given, **options: None)
+    monkeypatch.setattr(clock.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(clock.mpu, "get_pipeline_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(clock, "measured_shares", lambda job, passes, *times: passes)
+    watch = clock.Clock()
+    watch.begin()
+    watch.measure(job(pp=2, vpp=2, num_micro_batches=2))
+    watch._spans["forward"] = [[(0, each)] for each in (1, 2, 10, 20)]
+    watch._spans["backward"] = [[(0, each)] for each in (30, 40, 3, 4)]
+    assert watch.shares(1.0).tolist() == [[[1.5, 15], [0, 0]], [[3.5, 35], [0, 0]]]
+
+
 def test_a_step_is_predicted_with_the_micro_batches_that_its_ranks_have():
     """Of two long and two short ones: a rank with both long ones takes longer than one of each."""
     given = job(dp=2, context_length=8192, profile=load_profile("h100-fa2"), packing=AdaptivePacking())

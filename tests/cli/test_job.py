@@ -66,8 +66,9 @@ def test_memory_bounds_micro_batches():
 
 
 def test_known_models_keep_their_sizes_in_other_layouts():
-    experts = run("--model deepseek-v3 --seq-length 4096 --num-experts 256 --expert-model-parallel-size 8 --num-gpus 8")
-    assert (experts.job().model.moe_router_topk, experts.job().model.ffn_hidden_size) == (8, 9 * 2048)
+    for given in ("--num-experts 256", ""):
+        job = run(f"--model deepseek-v3 --seq-length 4096 {given} --expert-model-parallel-size 8 --num-gpus 8").job()
+        assert (job.parallel.ep, job.model.moe_router_topk, job.model.ffn_hidden_size) == (8, 8, 9 * 2048)
     stages = (
         "--model llama2-7b --seq-length 4096 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"
     )

@@ -79,6 +79,7 @@ ROWS = [
     (LINEAR | {"swiglu": False}, "no activation but SiLU.*; give --swiglu"),
     ({"hybrid_layer_pattern": "MG*-", "swiglu": False}, "no activation but SiLU.*; give --swiglu"),
     (LINEAR | {"mtp_num_layers": 1}, "--mtp-num-layers with .*leave it out"),
+    ({"hybrid_layer_pattern": "M*", "mtp_num_layers": 1}, "--mtp-num-layers with .*leave it out"),
     (LINEAR | {"tensor_model_parallel_size": 2}, "gradients of norms .*give --sequence-parallel"),
     ({"hybrid_layer_pattern": "MG", "tensor_model_parallel_size": 2}, "gradients of norms .*--sequence-parallel"),
     ({"hybrid_layer_pattern": "M", "mamba_num_heads": 6, "context_parallel_size": 4}, "--mamba-num-heads .*fewer"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.fixed import FixedPacking
 from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.model import MODELS
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, policy_of
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.megatron import MegatronPacking, without_wlb
@@ -31,6 +32,13 @@ def pieces(packing):
 
 def waiting(policy):
     return {name: rows["index"].tolist() for name, rows in policy.waiting().items()}
+
+
+def test_megatron_gathers_keys_where_layers_have_windows():
+    """Its ring has none."""
+    for pattern, exchange in (("*", "ring"), ("W*", "all")):
+        model = replace(MODELS["llama2-7b"], window=4096, pattern=pattern)
+        assert without_wlb(job(model=model, cp=2)).cp_exchange == exchange
 
 
 def test_algorithm_1_by_hand():

@@ -167,6 +167,12 @@ def test_backward_of_attention_by_hand(groups, gradients, more):
     assert token_bytes(given, 0)[1] == max(in_mlp, held + more * kv - of_mlp)
 
 
+@pytest.mark.parametrize(("model", "rotated"), [("llama2-7b", 128), ("deepseek-v3", 64)])
+def test_a_longer_window_adds_a_row_of_the_rotary_table_a_token(model, rotated):
+    short, long = (job(model=MODELS[model], context_length=length) for length in (4096, 8192))
+    assert weight_bytes(long) - weight_bytes(short) == 4096 * 4 * rotated
+
+
 def test_what_attention_keeps_of_latents_by_hand():
     """V3 on 8 x 4 ranks, 16 heads each: latents of 1536 for Q and of 512 for K and V, and 64 rotated values."""
     given = job(model=replace(MODELS["deepseek-v3"], qk_layernorm=True), tp=8, cp=4, cp_exchange="latents")
