@@ -71,7 +71,7 @@ def test_calls_of_one_round_are_summed_in_fp32(monkeypatch):
     backend, seen = Float64(), []
     backward = backend.backward
     monkeypatch.setattr(backend, "backward", lambda *x: seen.append((x[-2].dtype, x[-1].adds_up)) or backward(*x))
-    options = AttentionOptions(backend=backend, latents=True)
+    options = AttentionOptions(backend=backend, exchanged_before=True)
     all_ranks(*inputs(192, (8, 2), HEAD_SIZE, BF16), per_document(np.array([192]), 2), options)
     assert seen == [(FP32, False), (FP32, True)] * 2
 

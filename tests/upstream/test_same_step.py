@@ -72,7 +72,7 @@ CASES = {
     "eod": (2, CP2, EOD_MASK),
     "eod-per-token": each_version(2, VPP2, f"--num-layers 4 {EOD_MASK} --calculate-per-token-loss"),
     "eod-micro-batches-of-two": (2, "", f"{EOD_MASK} --micro-batch-size 2"),
-    "epochs": (2, CP2, "--train-iters 16"),
+    "epochs": full(2, CP2, "--train-iters 16"),
     "mtp": each_version(2, CP2, f"{MTP} {EOD_MASK}"),
     "mtp-per-token": full(2, PP2, f"{MTP} {EOD_MASK} --calculate-per-token-loss"),
     "experts": each_version(2, CP2, f"{MOE} {EXPERT_BIAS} --moe-z-loss-coeff 1e-3 {EOD_MASK}"),
