@@ -313,13 +313,15 @@ def test_losses_that_are_no_number_are_said_first(edit, where, tmp_path, capsys)
     assert capsys.readouterr().out.startswith(f"BASE's loss is not finite {where}.\n")
 
 
-def test_skipped_steps_train_no_token(tmp_path, capsys):
+@pytest.mark.parametrize("why", ["skipped", "nan"])
+def test_skipped_steps_train_no_token(why, tmp_path, capsys):
     """Megatron prints no loss for them, or 0; that they are fast is no gain."""
 
     def skip(i, line):
         if i % 2:
             return line
-        line = line.replace("skipped iterations:   0", "skipped iterations:   1")
+        line = line.replace("number of skipped", f"number of nan iterations: {why == 'nan':d} | number of skipped")
+        line = line.replace("skipped iterations:   0", f"skipped iterations:   {why == 'skipped':d}")
         return re.sub(r"lm loss: \S+", "lm loss: 0.0E+00", line)
 
     found = compared(tmp_path, text_log(tmp_path / "a", SLOW), edited(tmp_path / "b", skip))

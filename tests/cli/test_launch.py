@@ -63,6 +63,7 @@ def test_typed_flags_take_precedence(data):
         ("mpirun -np 8 -x A=1 python", 8),
         ("CUDA_DEVICE_MAX_CONNECTIONS=1 WORLD_SIZE=2 python", 2),
         ("docker run --env=WORLD_SIZE=4 image python", 4),
+        ("WORLD_SIZE=2 torchrun --nproc-per-node 8", 8),
         ("PET_NPROC_PER_NODE=8 PET_NNODES=2 torchrun --rdzv-backend c10d", 16),
         ("PET_NNODES=2 torchrun --nproc-per-node 8", 16),
         ("srun -N 4 -n 4 -x PET_NNODES=4 torchrun --nproc-per-node=8", 32),

@@ -67,6 +67,13 @@ def test_the_longest_micro_batch_falls_to_what_fits():
         job_of(case, budget_bytes=budget, settings=settings)
 
 
+def test_micro_batches_of_several_windows_are_not_held_where_single_ones_are():
+    case = next(each for each in CASES if each.title == "70B PP4, 16 of 128K")
+    budget = needed(without_wlb(job_of(case)))
+    with pytest.raises(ValueError, match="less than the mean micro-batch of "):
+        job_of(case, budget_bytes=budget, num_micro_batches=job_of(case).num_micro_batches // 2)
+
+
 def test_what_fits_nowhere_says_with_what_it_would():
     """The least recomputation, or else the budget."""
     case = next(each for each in CASES if each.title == "405B PP14, VPP 9, 14 of 128K")

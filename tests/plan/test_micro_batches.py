@@ -9,8 +9,10 @@ from megatron_wlb.describe.alternatives import recomputed
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
 from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.plan import micro_batches
+from megatron_wlb.plan.alone import best_size
 from megatron_wlb.plan.micro_batches import WARM_UP, predictions, time_per_work
 from megatron_wlb.simulate.memory import peak_bytes
 from megatron_wlb.simulate.recompute import ways
@@ -56,6 +58,7 @@ def test_only_what_a_job_can_have_is_tried():
     assert set(chosen(pp=4, vpp=2, dp=2)[1]) == {8, 12, 16, 24, 32}  # at least 4 for each of the two ranks
     assert set(chosen(pp=4, vpp=2, dp=2, group_size=4)[1]) == {8, 16, 24, 32}
     assert set(chosen(cp=2, memory_known=False)[1]) == {8, 12, 16, 24, 32}
+    assert set(chosen(cp=2, memory_known=False, refuses=(12, 16, 24, 32))[1]) == {8}  # with the least S_max, too
     assert set(chosen(cp=2, refuses=(1, 16))[1]) == {2, 4, 6, 8, 12, 24, 32}
     assert chosen(pp=4, packing=PaperPacking()) == (8, {})  # whose steps would vary in tokens by it
     assert set(chosen(pp=4, refuses=(1, 2, 4, 6, 12, 16, 24, 32))[1]) == {8}
@@ -146,3 +149,16 @@ def test_times_per_work_are_of_all_ranks():
         for dp in (8, 32)
     )
     assert time_per_work(few, few, DATA, 0) == pytest.approx(4 * time_per_work(many, few, DATA, 0))
+
+
+@pytest.mark.parametrize(
+    ("times", "budget", "best"),
+    [
+        ({1: 0.995, 4: 0.98, 8: 0.975}, 1e18, (4, 1 / 0.98)),  # by more than a percent each
+        ({1: 0.9, 4: 0.8, 8: 0.7}, 0.0, (1, 1 / 0.9)),
+        ({1: 1.1, 4: 1.0, 8: 0.5}, 1e18, (2, 1.0)),  # the next one tells of those behind it
+    ],
+)
+def test_megatrons_micro_batch_size_is_another_only_if_clearly_faster(times, budget, best):
+    alone = job(num_micro_batches=8, packing=MegatronPacking(), context_length=WINDOW)
+    assert best_size(alone, 2, budget, (times | {2: 1.0}).get) == pytest.approx(best)

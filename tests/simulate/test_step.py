@@ -83,6 +83,14 @@ def test_gradients_and_the_optimizer_by_hand(backward):
     assert step.time == pytest.approx(end + step.gradients + step.optimizer + step.parameters)
 
 
+def test_layers_for_mtp_are_layers():
+    """Eight and two on four stages: attention of ten layers, and what is left is the vocabulary's."""
+    (one,) = (each for each in JOBS if each.model.mtp_num_layers)
+    step = simulate_step(one, [shards_of(one, [[3000], [5000]])])
+    attention = sum(float(layer.attention.sum()) for layer in step.passes[0].layers)
+    assert breakdown(step).attention == pytest.approx(10 / 4 * attention)
+
+
 def test_stages_before_data_parallel_ranks_leave_fewer_of_these_in_a_node():
     """Eight ranks in one node, or four and four with a stage between any two."""
     profile = replace(load_profile("h100-fa2"), dp_overlap=0.5)
