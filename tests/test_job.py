@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import Versions, load_profile
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
 from megatron_wlb.packing import POLICIES
+from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.settings import Settings, flag_with_value, integers, setting
@@ -64,6 +66,15 @@ def test_s_max_without_a_limit_of_memory():
             job(**sizes, settings=PlanSettings(max_tokens=wanted))
 
 
+def test_the_most_tokens_of_a_rank_by_hand():
+    """Of eight windows of 64 on two ranks, whose micro-batches have up to 128."""
+    sizes = {"num_micro_batches": 8, "dp": 2}
+    assert job(**sizes, packing=MegatronPacking()).most_rank_tokens(64) == 8 * 64 / 2
+    assert job(**sizes).most_rank_tokens(128) == (8 * 64 + 128) / 2
+    assert job(**sizes, reorder=False).most_rank_tokens(128) == 8 * 64
+    assert job(**sizes, packing=PaperPacking()).most_rank_tokens(128) == math.inf
+
+
 def test_s_max_that_memory_limits():
     sizes = {"context_length": 1008, "cp": 8}
     room = peak_bytes(job(**sizes), 0, 4000)
@@ -91,6 +102,9 @@ def test_groups_are_short_where_memory_is_tight():
     assert job(**sizes, budget_bytes=most).parallel.group_size is None
     assert job(**sizes, budget_bytes=least) == short
     assert job(**sizes, budget_bytes=least, max_tokens=free.max_tokens).parallel.group_size == 4
+    window = max(peak_bytes(free, stage, free.least_max_tokens) for stage in range(4))
+    assert window < most and job(**sizes, budget_bytes=window).parallel.group_size == 4
+    assert job(**sizes, budget_bytes=window, tight=True).parallel.group_size is None
     with pytest.raises(ValueError, match="fit into memory"):
         job(**sizes | {"num_micro_batches": 6}, budget_bytes=least / 8)  # 6 cannot be interleaved in groups of 4
 

@@ -66,6 +66,14 @@ def test_data_that_train_nothing_are_refused(words, message, prefixes):
         samples(words.replace("LAST", prefixes[2]))
 
 
+@pytest.mark.parametrize(
+    ("words", "prefixes", "weights"),
+    [("0.5 a 1 b", ["a", "b"], [0.5, 1]), ("a b", ["a", "b"], None), ("1 a 2", ["1", "a", "2"], None)],
+)
+def test_a_blend_has_weights_where_words_come_in_pairs_with_numbers(words, prefixes, weights):
+    assert data._blend(words.split()) == (prefixes, weights)
+
+
 def test_rows_of_conversations_are_split_as_documents_are(monkeypatch):
     """Four rows of 2, 1, 4 and 5 conversations."""
     read = np.arange(1, 13), np.array([0, 2, 3, 7, 12])

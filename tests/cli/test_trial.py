@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -295,3 +296,12 @@ def test_what_is_told_of_an_error():
     words = "python pretrain_gpt.py --data-path corpus --lr 3 --load=ours".split()
     text = "corpus.idx of ours, ~/x/y.bin, ../z, data/set.bin and /a/b: 3 tokens/s"
     assert command.hidden(text, words) == "....idx of ..., ..., ..., ... and ...: 3 tokens/s"
+
+
+@pytest.mark.parametrize(("steps", "crash"), [(0, "no steps; bye"), (1, "no steps; bye"), (2, "")])
+def test_a_turn_counts_from_two_steps_on(steps, crash, tmp_path, monkeypatch):
+    (tmp_path / "log").write_text("bye")
+    monkeypatch.setattr(turns.run_log, "read", lambda *_: SimpleNamespace(steps=np.ones((steps, 6))))
+    turn = turns.Turn(number=1, side=0, log=tmp_path / "log", seconds=1.0)
+    assert turns.read(turn, 0, 4).crash == crash
+    assert turns.read(turn, 7, 4).crash == "bye [exit status 7]"

@@ -219,3 +219,11 @@ def test_what_is_not_a_profile_is_refused(tmp_path, content, why):
     path.write_text(json.dumps(content) if content else "")
     with pytest.raises(ValueError, match=f"(?s)broken.json is not a megatron_wlb profile: .*{why}"):
         load_profile(str(path))
+
+
+def test_attention_that_takes_twice_as_long_does_so_in_fp8():
+    one, two = (KernelTimes(launch=n, tile=n, query_tile=n) for n in (1.0, 2.0))
+    given = Profile(name="mine", tile_rows=128, forward=one, backward=two, fp8=(one, two))
+    twice = given.with_attention(2.0)
+    assert twice == replace(given, forward=two, backward=two.scaled(2.0), fp8=(two, two.scaled(2.0)))
+    assert replace(given, backward=None, fp8=None).with_attention(2.0) == replace(twice, backward=None, fp8=None)

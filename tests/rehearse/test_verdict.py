@@ -1,7 +1,9 @@
 """Whether a rehearsed job fits, and what is said of it."""
 
+import numpy as np
 import pytest
 
+from megatron_rehearsal.record import RECORD, WARM, summary
 from megatron_rehearsal.run import verdict
 from megatron_rehearsal.task import GPUS, Task
 
@@ -32,3 +34,10 @@ def test_the_worst_rank_decides(change, said):
     if "predicted" in said:
         assert verdict(ranks, task, [], modelled=False) == ("fits", "")
     assert verdict(ranks, task, ["a swap"], modelled=True) == ("hangs", "a swap; report it with the flags")
+
+
+def test_retries_count_once_the_allocator_is_warm():
+    steps = [{"retries": number, "allocated": number << 30} for number in (50, 40, 2, 1)]
+    result = {"rank": 0, "steps": steps, "lines": [], "communicators": {}, "weights": 0, "passes": [], "left_out": []}
+    found = summary(result, np.empty(0, RECORD))
+    assert WARM == 2 and (found["retries"], found["allocated_gib"], found["predicted_gib"]) == (3, 50, None)
