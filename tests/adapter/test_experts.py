@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe import router
 
 from megatron_wlb.adapter.layers import experts
@@ -86,3 +87,25 @@ def test_bias_counts_no_padding_and_losses_are_of_the_trained_share(monkeypatch)
         router.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(8.0))
     torch.testing.assert_close(given.local_tokens_per_expert, chosen.sum(dim=0).float())
     assert router.MoEAuxLossAutoScaler.main_loss_backward_scale == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_first", "sequence_parallel", "whole"),
+    [
+        (GPTModel, True, True, True),
+        (GPTModel, False, True, False),
+        (torch.nn.Module, True, True, False),
+        (torch.nn.Module, True, False, True),
+    ],
+)
+def test_the_mask_of_padding_has_the_rows_that_a_model_takes(kind, is_first, sequence_parallel, whole, monkeypatch):
+    """GPT divides it itself on its first stage, other models never."""
+    model = kind.__new__(kind)
+    model.pre_process = is_first
+    config = types.SimpleNamespace(sequence_parallel=sequence_parallel)
+    for name, value in (("unwrap_model", lambda model: model), ("get_model_config", lambda model: config)):
+        monkeypatch.setattr(experts, name, value)
+    monkeypatch.setattr(experts.mpu, "get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(experts.mpu, "get_tensor_model_parallel_rank", lambda: 1)
+    padding = torch.tensor([False, False, False, True])
+    assert torch.equal(experts._rows_of(model, padding), (padding if whole else padding[2:])[None])

@@ -58,6 +58,7 @@ def test_the_verdict_is_what_readme_says(tmp_path, name):
     lengths, use = KINDS[name]
     found = report(tmp_path, lengths, PIPELINE)
     assert verdict(found) == (("Use it", "gain") if use else ("Nothing to balance", "close"))
+    assert ("Add to the command" in dict(rendered(found)["flags"])) is use
     parts = sources(found.schemes)
     assert sum(parts.values()) == pytest.approx(100 * (found.speedups.ours.value - 1), abs=1e-6)
     assert not use or parts["balance"] == max(parts.values())

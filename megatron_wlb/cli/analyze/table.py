@@ -277,13 +277,15 @@ def rendered(report: Report) -> dict[str, Any]:
     """Return the report as terminal and page show it; the first `MOST_FACTS` facts matter most."""
     setup, every, (first, *rest) = report.setup, rows(report), sentences(report)
     screened, launched = setup.run.screened, setup.run.launched
-    flags = {"Add to the command": setup.flags(), "To pin the choices of auto": setup.pins()}
+    tone = verdict(report)[1]
+    flags = {"Add to the command" if tone == "gain" else "To try it": setup.flags()}
+    flags["To pin the choices of auto"] = setup.pins()
     flags["Take out"] = " ".join(screened.refused)
     advised = gain(report) > 0 and not screened.stops
     run = launched.source if launched.is_log else "flags and command as given"
     data = ", ".join(setup.data.prefixes)
     return {
-        "tone": verdict(report)[1],
+        "tone": tone,
         "first": first,
         "headline": " ".join([first, *rest]),
         "rest": rest,
