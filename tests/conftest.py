@@ -15,6 +15,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # threads that share a core with others wai
 # Each process that a test starts would compile the modules of torch and megatron again, for seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Upstream builds an extension where latents are recomputed, and again if another environment built it since.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None, max_examples=1000)
 settings.load_profile("same")

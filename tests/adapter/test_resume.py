@@ -50,7 +50,7 @@ SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
         (1, "", "paper:96,160"),
         (1, SCHEDULE, "adaptive"),
         (2, f"{PP2} {NON_PERSISTENT}", "adaptive:20"),
-        (4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
+        (2, f"{PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
         (2, f"{TP2} {LINEAR} --num-layers 2", "adaptive"),
         (2, f"{PP2} {MAMBA} M*|GM", "adaptive"),
         *(full(4, f"{CP2} {VPP2}", packing) for packing in ("paper:96,160", "megatron", "adaptive")),

@@ -22,7 +22,7 @@ TP4 = "--tensor-model-parallel-size 4 --sequence-parallel --make-vocab-size-divi
         full(4, TP4, "", 100),
         full(2, f"{TP2} {FULL}", "", 64),
         full(2, f"{TP2} {SELECTIVE} mlp", "", 64),
-        (4, f"{TP2} {PP2}", "--position-embedding-type learned_absolute", 64),
+        (4, f"{TP2} {PP2}", "--position-embedding-type learned_absolute --num-layers 2", 64),
         (4, f"{TP2} {CP2} {BY_DOCUMENT}", f"{MTP} --num-layers 2", 34),
         full(8, f"{ALL} {BY_DOCUMENT}", MTP, 34),
         full(8, f"{TP2} {VPP2} {EP2} --expert-tensor-parallel-size 1", f"{MOE} {SHARED}", 50),
