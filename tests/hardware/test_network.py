@@ -39,6 +39,10 @@ def test_times_beyond_bytes_by_hand():
     latency = NETWORK.all_gather.latency_us[-1]
     for size, hops in ((8, 0), (16, 1), (32, 3)):
         assert NETWORK.collective("all_gather", 0.0, Group(size=size, stride=1)) == latency + hops * NETWORK.hop_us
+    # One rank of each node: links between nodes alone.
+    apart = Group(size=4, stride=8)
+    assert NETWORK.collective("all_gather", 0.0, apart) == 3 * NETWORK.hop_us
+    assert NETWORK.all_to_all(apart) == pytest.approx((NETWORK.hop_us, 1 / NETWORK.link_gb_per_s / 1e3))
     inside, between = NETWORK.all_gather.gb_per_s[0], NETWORK.link_gb_per_s
     # Ranks of 2 x 4 and 4 x 2 GPUs are in one node of 8; of 4 x 4, and 2 x 8, some neighbours are not.
     for size, stride, rate in ((2, 4, inside), (4, 2, inside), (4, 4, between), (2, 8, between)):

@@ -104,7 +104,8 @@ def test_shipped_profiles_load(tmp_path):
 @pytest.mark.parametrize("name", shipped_profiles()[1:])
 def test_a_shipped_profile_is_of_the_gpu_in_its_name(name):
     profile, gpu = load_profile(name), name.split("-")[0]
-    assert (profile.name, gpu_of(profile.device)) == (name, gpu) and name in generations(gpu)
+    assert (profile.name, gpu_of(profile.device)) == (name, gpu)
+    assert [of for of in (*GPUS, None) if name in generations(of)] == [gpu]
     assert profile.network.gpus_per_node == (72 if gpu.startswith("gb") else 8)
     assert (profile.forward.hidden, profile.backward.hidden > 0) == (0, gpu in ("h100", "h200") and "cudnn" in name)
     newer = load_profile(GPUS[gpu])

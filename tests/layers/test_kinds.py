@@ -51,6 +51,7 @@ def test_a_made_up_kind_is_planned_by_its_file_alone():
     flags = {"experimental_attention_variant": "retention", "linear_attention_freq": 2}
     model = model_of(MegatronArguments.of(sizes | flags))
     assert model.layer_kinds == "R*R*" and model.mixer_of("R") == RETENTION
+    assert model.token_weights == model.layer_weights + RETENTION.scan // 2 + model.vocabulary_weights // 4
     given = job(model=model, cp=2, tp=2)
     assert layer_bytes(given, "R") > 2 * layer_input_bytes(given) + 2 * (RETENTION.kept + RETENTION.inner) / 2
     assert launches(replace(given, cuda_graphs=()), "R") == launches(replace(given, cuda_graphs=()), "*")

@@ -148,6 +148,35 @@ def test_parts_bring_every_key_of_other_ranks_once(plan):
 
 
 @twice_as_many
+@given(plans)
+def test_queries_see_every_key_before_their_segment_in_one_part(plan):
+    """The keys of their own segment they see in a round before."""
+    plan, cp = regrouped(plan, (0.0, 0.1, 0.5, 1.0)), len(plan.shards)
+    parts = [of for of in plan.rounds if isinstance(of, Share)]
+    begins = document_begins(plan.lengths)
+    held = [np.concatenate(plan.calls(rank, Keys.OWN)) for rank in range(cp)] if parts else []
+    local = [rows(plan.lengths, Shard(calls=(segments,))) for segments in held]
+    seen = [[[] for _ in segments] for segments in held]
+    for of in parts:
+        moved = [exchange(plan, rank, of) for rank in range(cp)]
+        sent = [
+            np.split(r[m.sent_rows], np.cumsum(m.sent)[:-1]) if m.sent else [r[:0]] * cp
+            for r, m in zip(local, moved, strict=True)
+        ]
+        for rank, m in enumerate(moved):
+            keys = np.concatenate((*(each[rank] for each in sent), local[rank][: m.own_rows]))[m.gather]
+            first_rows = document_begins(held[rank]["stop"] - held[rank]["start"])[:-1].tolist()
+            for row, call in m.calls:
+                for document, start, stop in call.tolist():
+                    first = m.key_begins[document]
+                    seen[rank][first_rows.index(row)] += keys[first : first + stop].tolist()
+                    row += stop - start
+    for segments, found in zip(held, seen, strict=True):
+        for (document, start, _), keys in zip(segments.tolist(), found, strict=True):
+            assert sorted(keys) == list(range(begins[document], begins[document] + start))
+
+
+@twice_as_many
 @given(plans, st.none() | st.integers(0, 12))
 @example(per_sequence(np.array([4] * 8, np.int64), 2), None)
 def test_moved_rows_are_the_keys_that_others_hold(plan, window):
