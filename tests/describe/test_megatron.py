@@ -212,6 +212,19 @@ def test_micro_batches_are_aligned_for_kernels_and_ranks(numbers, multiple):
     assert job.unit_tokens == 8 * multiple
 
 
+@pytest.mark.parametrize(
+    ("stated", "precision"),
+    [
+        ({"fp8_recipe": "mxfp8"}, "bf16"),
+        ({"fp8": "hybrid"}, "delayed"),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "mxfp8"),
+        ({"fp4": "e2m1"}, "nvfp4"),
+    ],
+)
+def test_products_have_the_precision_of_arguments(stated, precision):
+    assert job_of(JOB | stated).precision == precision
+
+
 def test_what_the_caller_knows_takes_precedence():
     stated = JOB | {"hidden_dropout": 0, "overlap_p2p_comm": False}
     job = job_of(stated, model=MODELS["llama2-7b"], global_batch_size=2, reorder=False)
