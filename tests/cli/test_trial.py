@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.cli.trial import command, turns
+from megatron_wlb.cli.trial import command, report, turns
 from tests.cli.analyses import JOB, analyse
 from tests.cli.commands import ROOT, refusal
 from tests.cli.stand_in import pretrain_gpt as stand_in
@@ -305,3 +305,19 @@ def test_a_turn_counts_from_two_steps_on(steps, crash, tmp_path, monkeypatch):
     turn = turns.Turn(number=1, side=0, log=tmp_path / "log", seconds=1.0)
     assert turns.read(turn, 0, 4).crash == crash
     assert turns.read(turn, 7, 4).crash == "bye [exit status 7]"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "errors", "tone", "said"),
+    [
+        ([1.1], [0.04], "gain", "--wlb is faster: 1.100 ± 0.040 times"),
+        ([1.1], [0.06], "close", "Within noise: 1.100 ± 0.060 times"),
+        ([0.9], [0.04], "loss", "--wlb is slower: 0.900 ± 0.040 times"),
+        ([1.0, 1.2], [0.01, 0.01], "close", "Within noise: 1.100 ± 0.100 times"),
+        ([1.0], [0.0], "close", "Within noise: 1.000 ± 0.000 times"),
+    ],
+)
+def test_nothing_within_two_standard_errors_is_called_faster(ratios, errors, tone, said):
+    pairs = [report._Pair((), *each, None) for each in zip(ratios, errors, strict=True)]
+    found = report._verdict(SimpleNamespace(mock=False), pairs, "H100", {"gpus": 4})
+    assert found[0] == tone and found[1].startswith(said)
