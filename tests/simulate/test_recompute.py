@@ -112,6 +112,7 @@ def test_shared_experts_and_norms_drop_what_they_compute_again():
         (Recompute(granularity="full", method="uniform", num_layers=2), 8),
         (Recompute(granularity="full", method="block", num_layers=1), 4),
         (Recompute(granularity="full", method="block", num_layers=0), 0),
+        (Recompute(granularity="full", method="block"), 0),
         (Recompute(granularity="full", method="block", num_layers=9), 8),
     ],
 )
