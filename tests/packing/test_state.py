@@ -31,6 +31,12 @@ def test_what_is_saved_is_loaded(path):
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_the_largest_file_that_is_loaded_is_saved(path, monkeypatch):
+    monkeypatch.setattr(state, "MAX_BYTES", path.stat().st_size)
+    state.save(path, STATE, JOB, 40, 7)
+    assert state.load(path)[0] == STATE
+
+
 @given(st.data())
 def test_a_state_that_was_changed_is_refused_and_changes_nothing(data):
     changed = json.loads(json.dumps(STATE))
