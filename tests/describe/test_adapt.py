@@ -160,6 +160,7 @@ def test_a_batch_that_would_decrease_is_refused():
     given = {"micro_batch_size": 4, "global_batch_size": 6, "decrease_batch_size_if_needed": True, "world_size": 1}
     with pytest.raises(ValueError, match="--global-batch-size 6; give a multiple of .* data-parallel ranks, 4"):
         adapt(Namespace(**USUAL | given), ())
+    adapt(Namespace(**USUAL | given | {"micro_batch_size": 1, "world_size": 4}), ())  # as it would without --wlb
 
 
 def test_what_is_switched_off_by_itself():

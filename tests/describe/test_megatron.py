@@ -7,7 +7,7 @@ import pytest
 
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
-from megatron_wlb.describe.megatron import Description, bytes_of, parallel_of, recompute_of, row_multiple
+from megatron_wlb.describe.megatron import Description, bytes_of, of_megatron, parallel_of, recompute_of, row_multiple
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.model import MODELS, ModelShape
@@ -301,16 +301,18 @@ def test_the_crossover_of_linear_layers_is_that_of_published_shapes(name):
 
 
 @pytest.mark.parametrize(
-    ("stated", "rows", "overlap"),
+    ("stated", "rows", "overlap", "alone"),
     [
-        ({"seq_length": 1 << 17, "context_parallel_size": 2}, 16384, 0.875),
-        ({"seq_length": 20_480, "context_parallel_size": 4, "fp8": "hybrid"}, 5120, 0.875),  # a window's rows
-        ({"tp_comm_overlap": False}, 0, 0),
-        ({"multi_latent_attention": True}, 0, 0),
-        ({"use_transformer_engine_op_fuser": True}, 0, 0),
+        ({"seq_length": 1 << 17, "context_parallel_size": 2}, 16384, 0.875, 0.875),
+        ({"seq_length": 20_480, "context_parallel_size": 4, "fp8": "hybrid"}, 5120, 0.875, 0.875),  # a window's rows
+        ({"tp_comm_overlap": False}, 0, 0, 0),
+        ({"multi_latent_attention": True}, 0, 0, 0.875),
+        ({"use_transformer_engine_op_fuser": True}, 0, 0, 0.875),
     ],
 )
-def test_layers_with_user_buffers_run_in_tiles(stated, rows, overlap):
+def test_layers_with_user_buffers_run_in_tiles(stated, rows, overlap, alone):
     layout = {"tensor_model_parallel_size": 8, "sequence_parallel": True, "tp_comm_overlap": True}
-    job = job_of(JOB | layout | {"swiglu": True} | stated)
+    stated = JOB | layout | {"swiglu": True} | stated
+    job = job_of(stated)
     assert (job.tp_tile_rows, job.tp_overlap) == (rows, overlap)
+    assert of_megatron(MegatronArguments.of(stated), job)["tp_overlap"] == alone

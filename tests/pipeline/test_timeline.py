@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.pipeline.schedule import Schedule, nearest_counts
-from megatron_wlb.pipeline.timeline import makespans, run
+from megatron_wlb.pipeline.timeline import cost_weights, makespans, run
 
 RECORD = json.loads(Path(__file__).with_name("timelines.json").read_text())
 
@@ -63,3 +63,11 @@ def test_makespans_are_those_of_the_schedule(num_stages, num_chunks):
         if count % num_stages == 0 or num_chunks == 1:
             alike = makespans(schedule, np.full((1, count), 5))
             assert alike == 5 * 3 * (num_chunks * count + num_stages - 1)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_equal_micro_batches_cost_what_they_take(num_stages):
+    """Costs are of a whole stage's forward; backward takes twice as long."""
+    schedule = Schedule(num_stages=num_stages, num_chunks=1, micro_batches_per_rank=5)
+    total, largest, unit = cost_weights(schedule)
+    assert unit == 1 and 3 * (5 * total + largest) == makespans(schedule, np.ones((1, 5), np.int64))

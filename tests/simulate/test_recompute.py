@@ -10,7 +10,7 @@ from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Recompute
 from megatron_wlb.layers import part_of
 from megatron_wlb.model import MODELS, Matrix
-from megatron_wlb.simulate.memory import layer_bytes, token_bytes
+from megatron_wlb.simulate.memory import depth_bytes, layer_bytes, token_bytes
 from megatron_wlb.simulate.passes import crossover, pass_times
 from megatron_wlb.simulate.recompute import MODULES, ways
 from tests.simulate.shards import FREE, SMALL, job, shards_of
@@ -103,6 +103,18 @@ def test_shared_experts_and_norms_drop_what_they_compute_again():
     assert dropped("shared_experts") == 2 * 3 * 2048
     assert dropped("moe_act") == 2 * 8 * 2048
     assert dropped("layernorm") == 2 * 2 * 7168
+
+
+def test_modules_are_dropped_by_selective_recomputation_alone():
+    given = job(model=SMALL)
+    for granularity, drops in ((None, False), ("full", False), ("selective", True)):
+        again = replace(given, recompute=Recompute(granularity=granularity, modules=("mlp",)))
+        assert (layer_bytes(again) < layer_bytes(given)) == drops
+
+
+def test_a_depth_that_runs_again_keeps_two_inputs_and_its_logits():
+    given = job(model=replace(SMALL, padded_vocab_size=512, mtp_num_layers=1), recompute=Recompute(granularity="full"))
+    assert depth_bytes(given) == 2 * 2 * SMALL.hidden_size + (2 + 4) * 512
 
 
 @pytest.mark.parametrize(
