@@ -23,7 +23,7 @@ FEATURES = {
     "tiles": ("tp_tile|tp_overlap|tp_comm_overlap|tiled|tiling|user_buffers|USER_BUFFERS|Tiles$", 8),
     "recomputation": ("(?i)recompute", 7),
 }
-"""Names of a feature, and the most files that may have one: of the last three their flags, fields and report lines."""
+"""Names of a feature, and the most files that may have one."""
 
 
 def files_that_name(pattern):
