@@ -10,7 +10,7 @@ from benchmarks.step_time import CASES, LAYOUTS, REMEMBERED, job_of
 from megatron_wlb.describe import make
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import default_max_tokens
-from megatron_wlb.job import Parallel, Recompute
+from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.layers.latent import LatentAttention
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.megatron import without_wlb
@@ -103,3 +103,9 @@ def test_latents_travel_where_they_gain_a_percent(time, chosen, monkeypatch):
     monkeypatch.setattr(LatentAttention, "expands_us", lambda self, job: 0.0)
     sizes = {"context_length": 1 << 15, "global_batch_size": 8, "parallel": Parallel(tp=8, cp=8)}
     assert make.make_job(model=MODELS["deepseek-v3"], default_profile="h100-fa2", **sizes).cp_exchange == chosen
+
+
+def test_a_job_has_the_sharding_it_is_given():
+    given = Sharding(cp_sharding="per-document")
+    found = make.make_job(model=MODELS["llama2-7b"], context_length=8192, global_batch_size=4, sharding=given)
+    assert found.sharding == given != Sharding()
