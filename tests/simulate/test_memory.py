@@ -326,3 +326,14 @@ def test_tied_embeddings_are_one_matrix_on_one_stage():
             apart, tied = (held_bytes(given, divided=divided, tied=each) for each in (False, True))
             matrix = given.model.vocabulary_weights / tp * (6 + 12 / (dp if divided else 1))
             assert (apart - tied).tolist() == pytest.approx([matrix] if pp == 1 else [0, 0])
+
+
+def test_a_stage_of_few_layers_is_fullest_at_its_output():
+    """Logits in bf16 and their softmax in fp32 count whole; nothing else grows with a vocabulary."""
+    peaks = [
+        step_peak_bytes(
+            job(model=replace(SMALL, num_layers=1, padded_vocab_size=size)), 0, np.array([100.0]), [(0.0, 0.0)]
+        )
+        for size in (1 << 18, 1 << 19)
+    ]
+    assert peaks[1] - peaks[0] == 100 * (2 + 4) * (1 << 18)
