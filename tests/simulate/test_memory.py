@@ -330,10 +330,9 @@ def test_tied_embeddings_are_one_matrix_on_one_stage():
 
 def test_a_stage_of_few_layers_is_fullest_at_its_output():
     """Logits in bf16 and their softmax in fp32 count whole; nothing else grows with a vocabulary."""
+    one_layer = replace(MODELS["llama2-7b"], num_layers=1)
     peaks = [
-        step_peak_bytes(
-            job(model=replace(SMALL, num_layers=1, padded_vocab_size=size)), 0, np.array([100.0]), [(0.0, 0.0)]
-        )
+        step_peak_bytes(job(model=replace(one_layer, padded_vocab_size=size)), 0, np.array([100.0]), [(0.0, 0.0)])
         for size in (1 << 18, 1 << 19)
     ]
     assert peaks[1] - peaks[0] == 100 * (2 + 4) * (1 << 18)
