@@ -35,7 +35,7 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup | None) -> Tensor:
         ctx.setup = rounds, group
-        return torch.cat([finish(*begin(x[round_.rows], round_, group), round_) for round_ in rounds])
+        return torch.cat([wait(*start(x[round_.rows], round_, group), round_) for round_ in rounds])
 
     @staticmethod
     @once_differentiable
@@ -56,7 +56,7 @@ def _returned(gradient: Tensor, round_: Round, group: dist.ProcessGroup | None) 
     return total.to(gradient.dtype)
 
 
-def begin(kv: Tensor, round_: Round, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+def start(kv: Tensor, round_: Round, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
     """Return the pool of kv [n, ...], and the collective that receives into it."""
     if not round_.sent:
         return kv, None
@@ -66,7 +66,7 @@ def begin(kv: Tensor, round_: Round, group: dist.ProcessGroup | None) -> tuple[T
     return pool, _exchanged(pool[:arrived], kv.index_select(0, round_.sent_rows), round_, group)
 
 
-def finish(pool: Tensor, work: dist.Work | None, round_: Round) -> Tensor:
+def wait(pool: Tensor, work: dist.Work | None, round_: Round) -> Tensor:
     if work is not None:
         _wait(work)
     return pool if round_.keys_are_rows else pool.index_select(0, round_.gather)
@@ -81,7 +81,7 @@ def seen_sums(
     """
     total = torch.zeros_like(x)
     for round_ in metadata.rounds_of(window):
-        keys = finish(*begin(x[round_.rows], round_, group), round_)
+        keys = wait(*start(x[round_.rows], round_, group), round_)
         sums = torch.nn.functional.pad(keys.cumsum(0), (1, 0))
         for call, table in zip(round_.calls, round_.tables, strict=True):
             rows = torch.arange(call.rows.stop - call.rows.start, dtype=table.dtype, device=table.device)

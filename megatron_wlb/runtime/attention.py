@@ -20,11 +20,11 @@ from megatron_wlb.documents import Keys
 from megatron_wlb.runtime.all_to_all import (
     GradientExchange,
     GradientSum,
-    begin,
-    finish,
     gradient_group,
     rounds_at_once,
     split_keys,
+    start,
+    wait,
 )
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Round, ShardMetadata
@@ -286,12 +286,12 @@ def _own_calls(rounds: Sequence[Round]) -> list[tuple[Round, Call]]:
 
 def _arriving(kv: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
     """Return K and V of P rows, round by round, each sent one round ahead, the first at once."""
-    starts = (begin(kv[round_.rows], round_, group) for round_ in rounds)
-    under_way = [next(starts)]
+    started = (start(kv[round_.rows], round_, group) for round_ in rounds)
+    under_way = [next(started)]
 
     def arrived(round_: Round) -> Tensor:
-        under_way.extend(islice(starts, 1))
-        return finish(*under_way.pop(0), round_)
+        under_way.extend(islice(started, 1))
+        return wait(*under_way.pop(0), round_)
 
     return map(arrived, rounds)
 
