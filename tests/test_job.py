@@ -11,6 +11,7 @@ import pytest
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import Versions, load_profile
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
+from megatron_wlb.model import MODELS
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.packing.paper import PaperPacking
@@ -233,6 +234,26 @@ def test_shared_experts_are_held_once_and_routed_ones_all():
     attention, expert = 4 * 64 * 64, 2 * 64 * 256
     assert model.held_weights_of("*") == (attention + 2 * expert, 2 * expert)
     assert replace(model, num_experts=8).held_weights_of("*") == (attention + 2 * expert, 8 * expert)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama3-8b", 8_030_261_248),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-405b", 405_853_388_800),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+    ],
+)
+def test_known_models_have_as_many_parameters_as_were_published(name, parameters):
+    model = MODELS[name]
+    in_layers = model.num_layers * sum(model.held_weights_of("*"))
+    norms = 2 * model.hidden_size + 2 * model.kv_channels * model.qk_layernorm
+    routers = model.num_experts * model.hidden_size
+    beside = model.num_layers * (norms + routers) + model.hidden_size
+    assert in_layers + beside + 2 * model.vocabulary_weights == parameters
 
 
 @pytest.mark.parametrize("stages_before_dp", [False, True])
