@@ -34,6 +34,7 @@ from tests.adapter.training import (
     VPP2,
     entries,
     full,
+    large,
     train,
 )
 from tests.jobs import job, packer, samples
@@ -53,6 +54,9 @@ SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
         (2, f"{PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
         (2, f"{TP2} {LINEAR} --num-layers 2", "adaptive"),
         (2, f"{PP2} {MAMBA} M*|GM", "adaptive"),
+        large(4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
+        large(4, f"{TP2} {PP2} {LINEAR} --num-layers 2", "adaptive"),
+        large(4, f"{CP2} {PP2} {MAMBA} M*|GM", "adaptive"),
         *(full(4, f"{CP2} {VPP2}", packing) for packing in ("paper:96,160", "megatron", "adaptive")),
     ],
 )

@@ -19,7 +19,8 @@ from megatron_wlb.layers import WITHOUT_ATTENTION
 from megatron_wlb.runtime.attention import AttentionOptions
 
 _WITHOUT_ATTENTION: list[Kind] = [importlib.import_module(f"{__name__}.{name}").KIND for name in WITHOUT_ATTENTION]
-KINDS: tuple[Kind, ...] = (mtp.KIND, experts.KIND, *_WITHOUT_ATTENTION, latent.KIND, attention.KIND, overlap.KIND)
+_OVERLAPPED = (mtp.OVERLAPPED, overlap.KIND)
+KINDS: tuple[Kind, ...] = (mtp.KIND, experts.KIND, *_WITHOUT_ATTENTION, latent.KIND, attention.KIND, *_OVERLAPPED)
 
 
 def of(args: Namespace) -> list[Kind]:

@@ -78,7 +78,6 @@ def _installed(run: Run) -> Iterator[None]:
         replaced(specs, "get_gpt_mtp_block_spec", adapted, ("config",)),
         replaced(prediction, "roll_tensor", loaded, ("tensor", "packed_seq_params")),
         replaced(prediction.MTPLossLoggingHelper, "track_mtp_metrics", means_over(run.windows), ("loss_scale",)),
-        _overlapped(),
     ):
         yield
 
@@ -93,7 +92,7 @@ class _Hidden:
 
 @contextlib.contextmanager
 def _overlapped() -> Iterator[None]:
-    """Let MTP layers take packed sequences in upstream's combined schedule, see `overlap`."""
+    """Let MTP layers take packed sequences."""
     callables = importlib.import_module(upstream().nodes[0])
     predicting = importlib.import_module("megatron.core.transformer.multi_token_prediction").MultiTokenPredictionLayer
     hidden = _Hidden()
@@ -149,4 +148,14 @@ class _Mtp(Kind):
         return args.mtp_num_layers or 0
 
 
-KIND = _Mtp()
+class _Overlapped(Kind):
+    """In upstream's combined schedule, beside `overlap`."""
+
+    def applies(self, args: Namespace) -> bool:
+        return bool(args.mtp_num_layers and args.overlap_moe_expert_parallel_comm)
+
+    def installed(self, run: Run) -> contextlib.AbstractContextManager[None]:
+        return _overlapped()
+
+
+KIND, OVERLAPPED = _Mtp(), _Overlapped()
