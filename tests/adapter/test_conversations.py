@@ -278,6 +278,37 @@ def test_a_full_disk_is_named_and_names_of_files_do_not_reach_the_terminal(tmp_p
         conversations.read(path, args)
 
 
+def test_a_file_without_a_whole_row_is_refused(tmp_path, tokenizer):
+    path = write(tmp_path, [], [])
+    with pytest.raises(ValueError, match=r"rows.jsonl has no conversation to train: .*row 1: it has no messages; give"):
+        conversations.read(path, arguments(tokenizer, path, wlb_sft_skip=("broken",)))
+
+
+def test_tokenizers_that_upstream_cannot_take_are_refused(tokenizer, monkeypatch):
+    with pytest.raises(ValueError, match="and --tokenizer-type is HuggingFaceTokenizer; give --tokenizer-type SFTTok"):
+        conversations._tokenizer(arguments(tokenizer, "", tokenizer_type="HuggingFaceTokenizer"))
+    monkeypatch.setattr(conversations, "_made", lambda model, prompt: Namespace(pad_id=None, of=(model, prompt)))
+    with pytest.raises(ValueError, match=f"no pad token for --sft-tokenizer-prompt-format {FORMAT}, and"):
+        conversations._tokenizer(arguments(tokenizer, ""))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "sequence", "divides", "multiple"),
+    [
+        *((1, 1, False, False, 1), (2, 1, False, False, 4), (3, 2, True, False, 6), (3, 2, True, True, 12)),
+        *((3, 2, False, True, 6), (1, 2, True, True, 2), (None, None, False, True, 1)),
+    ],
+)
+def test_conversations_are_padded_as_upstream_pads_them(ranks, tp, sequence, divides, multiple, monkeypatch):
+    """For sequence parallelism from one of its changes on."""
+    if divides:
+        monkeypatch.setattr(SFTDataset, "_calculate_padding_divisor", None, raising=False)
+    else:
+        monkeypatch.delattr(SFTDataset, "_calculate_padding_divisor", raising=False)
+    how = {"context_parallel_size": ranks, "tensor_model_parallel_size": tp, "sequence_parallel": sequence}
+    assert conversations._multiple(Namespace(**how)) == multiple
+
+
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl.gz", "rows.parquet"])
 def test_other_files_are_read_as_lines_are(name, tmp_path, tokenizer):
     rows = [conversation([length], length) for length in (3, 40, 9, 300)]

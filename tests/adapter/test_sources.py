@@ -158,6 +158,9 @@ def test_texts_inside_of_documents_are_told():
     for more, told in ((200, "1 of 51"), (201, "")):  # every fourth is looked at
         for sets in ([*[dataset(0)] * more, dataset(1)], [dataset(*[0] * more, 1)]):
             assert eod.remark_on_ends(sets, by_eod=False).startswith(told or " ") == bool(told)
+    for place, told in ((4, False), (7, True)):  # of two datasets every seventh
+        sets = [dataset(*[0] * place, 1, *[0] * (199 - place)), dataset(*[0] * 200)]
+        assert eod.remark_on_ends(sets, by_eod=False).startswith("1 of 58 sampled") == told
 
 
 def _turns(fails):

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_wlb.adapter import tiles
 from megatron_wlb.describe import tiles as settings
@@ -131,3 +133,56 @@ def test_layers_with_user_buffers(rows, buffers):
         wanted += weights.t() @ x.detach()
     torch.testing.assert_close(module.main_grad, wanted)
     assert module.ub_overlap_rs_fprop and not module.disable_parameter_transpose_cache
+
+
+@pytest.mark.parametrize(
+    ("mlp", "tiled"),
+    [
+        ("dense", [("mlp", 2, ["fc1", "fc2"])]),
+        ("experts", []),
+        ("shared", [("shared fc1", 2, None), ("shared fc2", 1, None)]),
+        ("shared, beside the dispatch", []),
+    ],
+)
+def test_what_knows_no_documents_runs_in_tiles(mlp, tiled, monkeypatch):
+    """Of every layer: QKV and projection, an MLP as a whole, and shared experts that upstream does not overlap."""
+
+    class Layer(TransformerLayer):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.self_attention = SimpleNamespace(linear_qkv="qkv", linear_proj="projection")
+            self.mlp = SimpleNamespace()
+            if mlp == "dense":
+                self.mlp = MLP.__new__(MLP)
+                torch.nn.Module.__init__(self.mlp)
+                self.mlp.linear_fc1, self.mlp.linear_fc2 = "fc1", "fc2"
+            elif mlp.startswith("shared"):
+                how = SimpleNamespace(moe_shared_expert_overlap=mlp != "shared")
+                self.mlp.shared_experts = SimpleNamespace(config=how, linear_fc1="shared fc1", linear_fc2="shared fc2")
+
+    found, layers = [], [Layer(), Layer()]
+    monkeypatch.setattr(
+        tiles, "_tile", lambda part, sizes, ranks=1, linears=None: found.append((part, sizes, ranks, linears))
+    )
+    chunks = [torch.nn.ModuleList(layers[:1]), torch.nn.ModuleList(layers[1:])]
+    assert tiles.Tiles(SIZES, 2).tile_layers(chunks) is chunks
+    for layer, of in zip(layers, (found[: len(found) // 2], found[len(found) // 2 :]), strict=True):
+        expected = [(layer.mlp if part == "mlp" else part, SIZES, *rest) for part, *rest in tiled]
+        assert of == [("qkv", SIZES, 2, None), ("projection", SIZES, 1, None), *expected]
+
+
+@pytest.mark.parametrize(("new", "most"), [(True, 31), (False, 15)])
+def test_more_user_buffers_than_transformer_engine_has_are_refused(new, most, monkeypatch):
+    """Its helper is none of them."""
+    monkeypatch.setitem(sys.modules, tiles._TE_MODULE, SimpleNamespace(_ub_communicators=None, tex=BASE.tex))
+    monkeypatch.setattr(tiles, "get_args", lambda: SimpleNamespace(seq_length=99, context_parallel_size=2))
+    monkeypatch.setattr(tiles, "is_te_min_version", lambda version: new)
+    tex = sys.modules[tiles._TE_MODULE].tex
+
+    def create(count):
+        monkeypatch.setattr(tiles, "_made", {})
+        tiles._sized((16,))(lambda: [tex.CommOverlapHelper(), *map(tex.CommOverlap, range(count))])()
+
+    create(most)
+    with pytest.raises(RuntimeError, match=f"asks for {most + 1} user buffers, and TransformerEngine has {most}; give"):
+        create(most + 1)

@@ -29,13 +29,15 @@ def test_blends_are_drawn_as_by_upstreams_helpers(weights, count):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.booleans())
-def test_samples_are_permuted_as_by_upstreams_sampler(more, size, ranks, sharding):
-    """In two epochs."""
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from(["train", "valid"]))
+def test_samples_are_permuted_as_by_upstreams_sampler(more, size, ranks, sharding, split):
+    """In two epochs, in micro-batches of training or of evaluation."""
     total, count = size * ranks + more, (size * ranks + more) // (size * ranks)
     args = Namespace(data_parallel_size=ranks, full_validation=False, data_sharding=sharding)
-    args.wlb_dataloader_type, args.wlb_windows_per_micro_batch = "cyclic", size
-    order, _ = order_of(args, "train", total)
+    args.wlb_dataloader_type, sizes = "cyclic", (size, size + 1) if split == "train" else (size + 1, size)
+    args.wlb_windows_per_micro_batch, args.wlb_eval_windows_per_micro_batch = sizes
+    order, steps = order_of(args, split, total)
+    assert steps is None
     ours = order(np.arange(2 * count * ranks * size)).reshape(2, count, ranks, size)
     for rank in range(ranks):
         for epoch in range(2):
@@ -54,3 +56,5 @@ def test_a_pass_over_a_validation_set_is_that_of_upstreams_sampler(total, ranks)
         theirs = [sample for batch in MegatronFullValidationSampler(total, rank, ranks) for sample in batch]
         assert ours[:, rank].tolist() == (theirs * 2)[:steps]
     assert steps == len(MegatronFullValidationSampler(total, 0, ranks))
+    in_order = Namespace(data_parallel_size=ranks, full_validation=True, wlb_dataloader_type="single")
+    assert order_of(in_order, "train", total) == order_of(in_order, "test", total) == (None, None)

@@ -66,7 +66,7 @@ def remark_on_ends(datasets: Sequence[Any], *, by_eod: bool) -> str:
         for number in numbers[lengths[numbers] > 0].tolist():
             length = int(lengths[number])
             (at,) = np.nonzero(dataset.dataset.get(number) == eod)
-            parts = np.diff(np.concatenate(([0], at[at < length - 1] + 1, [length])))
+            parts = np.diff(np.concatenate(([0], at + 1, [length])))
             sampled, irregular = sampled + 1, irregular + (at.tolist() != [length - 1])
             pairs, within = pairs + float(length) ** 2, within + float((parts.astype(float) ** 2).sum())
     if not irregular:
