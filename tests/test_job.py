@@ -182,8 +182,11 @@ def test_numbers_of_numpy_are_pythons():
         ({"hidden_size": 0}, "hidden_size is 0; it must be int >= 1$"),
         ({"kv_channels": -1}, "kv_channels is -1; it must be int >= 1$"),
         ({"num_query_groups": 3}, "is 3, which does not divide 4 attention heads; change one"),
-        ({"pattern": ""}, "pattern has ' ', .*; give letters of [*]WGM$"),
-        ({"pattern": "*-"}, "pattern has '-', .*; give letters of [*]WGM$"),
+        ({"pattern": ""}, "pattern has ' ', .*; give letters of [*]WGM-$"),
+        ({"pattern": "*E"}, "pattern has 'E', .*; give letters of [*]WGM-$"),
+        ({"pattern": "*-"}, "pattern has - without moe_router_topk .*; give both"),
+        ({"pattern": "-*", "moe_router_topk": 2}, "pattern has - behind no layer; give it once, behind"),
+        ({"pattern": "*--", "moe_router_topk": 2}, "pattern has - behind no layer; give it once, behind"),
         ({"pattern": "*x", "hybrid": True}, "pattern has 'x', .*; give letters of [*]WGM-E$"),
         ({"pattern": "*W"}, "pattern has W without window .*; give both"),
         ({"pattern": "G"}, "pattern has G without delta_net; give both"),
@@ -205,6 +208,16 @@ def test_layers_of_every_kind_are_counted_where_they_run():
     # Layers 1; 2 and 3; 4; 5, 6 and the MTP layer.
     assert given.layers_by_kind().tolist() == [[[1, 1], [1, 2]], [[0, 0], [1, 1]]]
     assert (given.layers_by_kind().sum(axis=0) == given.layers()).all()
+
+
+def test_layers_of_depths_have_the_window_of_their_number_and_experts_as_the_last_layer():
+    sizes = {"num_layers": 3, "window": 64, "moe_router_topk": 2, "mtp_num_layers": 4}
+    model = replace(MODEL, pattern="W-**", **sizes)
+    assert model.layer_kinds == ["W-", "*", "*"] and model.depth_kinds == ["W", "*", "*", "W"]
+    assert model.kinds == ("W-", "*", "W") and model.windows == (64, None)
+    assert job(model=model).layers_by_kind()[:, 0, 0].tolist() == [1, 4, 2]
+    assert replace(model, pattern="*W-").depth_kinds == ["*", "W", "*", "*"]
+    assert replace(model, pattern="WW-", num_layers=4).depth_kinds == ["W-", "W-", "W-", "W-"]
 
 
 def test_work_is_linear_beyond_a_window():
@@ -245,14 +258,16 @@ def test_shared_experts_are_held_once_and_routed_ones_all():
         ("llama3-405b", 405_853_388_800),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v3", 671_026_404_352),
     ],
 )
 def test_known_models_have_as_many_parameters_as_were_published(name, parameters):
     model = MODELS[name]
-    in_layers = model.num_layers * sum(model.held_weights_of("*"))
-    norms = 2 * model.hidden_size + 2 * model.kv_channels * model.qk_layernorm
-    routers = model.num_experts * model.hidden_size
-    beside = model.num_layers * (norms + routers) + model.hidden_size
+    in_layers = sum(sum(model.held_weights_of(kind)) for kind in model.layer_kinds)
+    norms = 2 * model.hidden_size + 2 * model.kv_channels * model.qk_layernorm + model.q_lora_rank + model.kv_lora_rank
+    routers = model.layer_kinds.count("*") * model.num_experts * model.hidden_size
+    beside = model.num_layers * norms + routers + model.hidden_size
     assert in_layers + beside + 2 * model.vocabulary_weights == parameters
 
 

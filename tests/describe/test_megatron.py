@@ -87,6 +87,18 @@ def test_a_dtype_that_megatron_does_not_have_is_refused():
             {"ffn_hidden_size": 350, "moe_router_topk": 3, "num_experts": 8, "shared_ffn_hidden_size": 50},
         ),
         (
+            {"num_experts": 8, "moe_ffn_hidden_size": 100, "moe_layer_freq": [0, 0] + [1] * 10,
+             "window_size": (64, 0), "window_attn_skip_freq": 6},
+            {"ffn_hidden_size": 200, "dense_ffn_hidden_size": FFN, "moe_router_topk": 2, "num_experts": 8,
+             "window": 64, "pattern": "W-W-WWW*WWWWW*"},
+        ),
+        (
+            {"num_experts": 8, "moe_layer_freq": "3"},
+            {"ffn_hidden_size": 2 * FFN, "dense_ffn_hidden_size": FFN, "moe_router_topk": 2, "num_experts": 8,
+             "pattern": "**-*-"},
+        ),
+        ({"moe_layer_freq": "([0]*3+[1]*9)"}, {}),  # without experts, of no use
+        (
             {"multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 64, "qk_head_dim": 24,
              "qk_pos_emb_head_dim": 8, "v_head_dim": 96},
             {"kv_channels": 32, "v_head_dim": 96, "q_lora_rank": 48, "kv_lora_rank": 64, "qk_pos_emb_head_dim": 8},
@@ -96,6 +108,13 @@ def test_a_dtype_that_megatron_does_not_have_is_refused():
 )  # fmt: skip
 def test_models(stated, changes):
     assert model_of(arguments(**stated)) == replace(DENSE, **changes)
+
+
+def test_models_with_a_name_have_dense_layers_unless_others_are_given():
+    of_name, shape = {"num_layers": None, "hidden_size": None, "num_attention_heads": None}, MODELS["deepseek-v3"]
+    assert model_of(arguments(**of_name), "deepseek-v3") == shape
+    assert model_of(arguments(**of_name, moe_layer_freq=1), "deepseek-v3") == replace(shape, pattern="*")
+    assert model_of(arguments(**of_name | {"num_layers": 4}), "deepseek-v3").layer_kinds == ["*-"] * 3 + ["*"]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +185,7 @@ def test_layouts(stated, expected):
         ({"hybrid_layer_pattern": "*E"}, "--hybrid-layer-pattern has E without --num-experts"),
         ({"num_experts": 8, "moe_router_group_topk": 2}, "--moe-router-group-topk. is 2 of 1 groups"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
+        ({"num_experts": 8, "moe_layer_freq": "([0]+[1]*10)"}, "--moe-layer-freq is .* for each of 12 layers"),
     ],
 )  # fmt: skip
 def test_contradictions(stated, message):
@@ -252,7 +272,7 @@ def test_experts_overlap_by_the_flag_but_in_hybrid_models():
 def test_layers_have_the_windows_that_megatron_gives_them(skip, kinds):
     a = MegatronArguments.of(JOB | {"num_layers": 7, "window_size": "64,0", "window_attn_skip_freq": skip})
     model = model_of(a)
-    assert model.layer_kinds == kinds
+    assert model.layer_kinds == list(kinds)
     assert model.pairs_beyond(np.array([65, 75])).tolist() == [0, 10 * 10 * kinds.count("W") // 7]
     assert set(model.windows) == ({64} if skip is None else {64, None})
     assert model_of(MegatronArguments.of(JOB | {"window_size": [-1, 0]})) == model_of(MegatronArguments.of(JOB))

@@ -202,6 +202,20 @@ def test_recomputed_up_projections_drop_keys_and_values_that_nothing_joins():
         assert held == (q + kv if freed > q else 0)
 
 
+def test_dense_layers_of_a_mixture_of_experts_keep_and_weigh_as_those_of_a_dense_model():
+    """Three dense layers before five with experts, of which the first stage of two has one."""
+    dense = replace(GPT3_SHAPE, num_layers=8)
+    experts = {"moe_router_topk": 2, "num_experts": 16, "ffn_hidden_size": 3 * 4096, "dense_ffn_hidden_size": 4 * 12288}
+    model = replace(dense, pattern="*-*-*-*****", **experts)
+    given, alike = (in_parallel(replace(GPT3, model=shape), pp=2) for shape in (model, dense))
+    assert layer_bytes(given, "*-") == layer_bytes(alike) != layer_bytes(given, "*")
+    kept, of_dense = (token_bytes(each, 0)[0] for each in (given, alike))
+    assert kept - of_dense == layer_bytes(given, "*") - layer_bytes(alike)
+    one, few = model.held_weights_of("*")
+    assert model.held_weights_of("*-") == (12 * 12288**2, 0) == dense.held_weights_of("*")
+    assert gpu_weights(given)[:, 0].tolist() == [3 * 12 * 12288**2 + one + model.vocabulary_weights, few]
+
+
 def test_what_linear_layers_keep_by_hand():
     """By head sizes, as `benchmarks.memory` finds it of the kernels of flash-linear-attention."""
     on_four = job(tp=4)

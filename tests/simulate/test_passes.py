@@ -219,6 +219,21 @@ def test_layers_without_attention_cost_by_tokens():
     assert given.work(np.array([1000])) == 1000 * (1000 + given.crossover_tokens)
 
 
+def test_dense_layers_of_a_mixture_of_experts_cost_as_those_of_a_dense_model():
+    experts = {"moe_router_topk": 2, "num_experts": 8, "dense_ffn_hidden_size": 3 * 4096}
+    model = replace(SMALL, num_layers=6, pattern="*-**", **experts)
+    given = job(tp=2, dp=2, ep=2, model=model, cuda_graphs=())
+
+    def times(**changes):
+        passes = pass_times(replace(given, model=replace(model, **changes)), shards_of(given, [[4096]]))
+        return np.array([passes.forward[0, 0], passes.backward[0, 0]])
+
+    alike = times(pattern="*", moe_router_topk=0, num_experts=0, ffn_hidden_size=3 * 4096)
+    np.testing.assert_array_equal(times(pattern="*-"), alike)
+    np.testing.assert_allclose(times(), (alike + 2 * times(pattern="*")) / 3)
+    assert (times(pattern="*") != alike).all()
+
+
 def test_masks_that_hide_tiles_cost_where_all_keys_are_there_at_once():
     """In backward of a document's second and third thirds, of 8 query tiles each. The rest begins documents.
 
