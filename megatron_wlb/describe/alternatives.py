@@ -212,4 +212,4 @@ def relieved(job: Job, samples: Samples) -> Job:
 
 def gib(job: Job) -> float:
     """Memory of the fullest GPU in GiB, with the activations of `peak_bytes`."""
-    return (weight_bytes(job) + max(peak_bytes(job, stage) for stage in range(job.parallel.pp))) / 2**30
+    return (weight_bytes(job) + peak_bytes(job)) / 2**30

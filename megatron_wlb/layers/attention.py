@@ -87,7 +87,7 @@ class Attention(Part):
             "q": Tensor(w * model.query_size / tp),
             "kv": Tensor(w * model.kv_values_per_rank(tp)),
             "out": Tensor(w * model.output_size / tp),
-            "log-sum-exps": Tensor(4 * model.num_attention_heads / tp, ("core_attn",)),
+            "log-sum-exps": Tensor(FP32 * model.num_attention_heads / tp, ("core_attn",)),
         }
 
     def values(self, job: Job) -> int:
