@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, MAX_TOKENS, Job
-from megatron_wlb.layers.part import LAUNCHES_US, Part, Tensor, layer_input_bytes, mask_bytes, rates
+from megatron_wlb.layers.part import LAUNCHES_US, Part, Tensor, layer_input_bytes, mask_bytes, network_of_ranks, rates
 from megatron_wlb.layers.pattern import chosen
 from megatron_wlb.model import FULL, WINDOWED, ModelShape
 from megatron_wlb.settings import short
@@ -119,8 +118,3 @@ class Attention(Part):
     def looked_up_bytes(self, job: Job) -> int:
         """Return bytes that every virtual stage keeps of a row, for all of its layers."""
         return self.rotary_bytes(job)
-
-
-def network_of_ranks(job: Job) -> tuple[float, float]:
-    """Return latency and time of a byte between context-parallel ranks, us."""
-    return job.profile.network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
