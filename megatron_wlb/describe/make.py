@@ -49,8 +49,8 @@ def make_job(
     that does not fit memory, and for windows that do not fit it with Megatron alone either.
     """
     settings, parallel = settings or PlanSettings(), parallel or Parallel()
-    if settings.memory_budget is not None:
-        budget_bytes = settings.memory_budget * 2**30
+    if settings.budget_bytes is not None:
+        budget_bytes = settings.budget_bytes
     window, windows = context_length, global_batch_size
     count = given.pop("num_micro_batches", windows if settings.micro_batches == "auto" else settings.micro_batches)
     count = within("num_micro_batches", count, Count)
