@@ -37,6 +37,7 @@ from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import parallel_of
 from megatron_wlb.describe.refusals import refusal
 from megatron_wlb.job import Parallel
+from megatron_wlb.settings import printable
 
 LEAST_GIB, MOST_GIB = 0.125, 1024
 """Bounds on the memory of a card."""
@@ -196,7 +197,7 @@ def _mocks(arguments: MegatronArguments, launched: Launched, notes: list[str]) -
     except (ValueError, OSError) as error:
         why = str(error).split(";")[0]
     if why:
-        notes.append(f"Mock data, since the job's are not read here: {files.printable(why)}.")
+        notes.append(f"Mock data, since the job's are not read here: {printable(why)}.")
     return bool(why)
 
 

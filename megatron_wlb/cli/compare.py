@@ -20,13 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb import files
 from megatron_wlb.cli import common
 from megatron_wlb.cli.common import integer, write_json, writer
 from megatron_wlb.cli.profile import relative_error
 from megatron_wlb.cli.run_log import MOST_DIFFERENCES, OTHER, Line, Log, differences, read, read_step_log
 from megatron_wlb.hardware.profile import same_device
-from megatron_wlb.settings import short
+from megatron_wlb.settings import printable, short
 from megatron_wlb.simulate.step import TIME_SHARES
 
 FORMAT = "megatron-wlb-comparison"
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         rows, said, numbers = compared(*(read(name, args.skip, args.num_gpus, args.seq_length) for name in args.logs))
     said.append(f"Left out: the first {args.skip} steps of every start (--skip), or of a folder of TensorBoard.")
-    said = [*map(files.printable, said)]
+    said = [*map(printable, said)]
     with writer(args.json, "--json") as out:
         write_json(out, {"format": FORMAT, "version": VERSION, "words": said} | numbers)
     console.print(said[0], style="bold", soft_wrap=True)

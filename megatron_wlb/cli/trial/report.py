@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb import __version__, files
+from megatron_wlb import __version__
 from megatron_wlb.cli import compare, run_log
 from megatron_wlb.cli.analyze.report import OTHER_SIMULATED, Steps, measure, steps_of
 from megatron_wlb.cli.analyze.setup import Setup
@@ -19,6 +19,7 @@ from megatron_wlb.cli.launch import text_of
 from megatron_wlb.cli.trial.command import Plan, hidden, shown
 from megatron_wlb.cli.trial.turns import SIDES, Turn
 from megatron_wlb.hardware.profile import gpu_of
+from megatron_wlb.settings import printable
 
 FORMAT = "megatron-wlb-trial"
 VERSION = 1
@@ -96,7 +97,7 @@ def reported(args: argparse.Namespace, plan: Plan, ran: Sequence[Turn]) -> Repor
     words, command = plan.words[1], " ".join(plan.words[1])
     if not args.with_paths:
         said, command = [hidden(each, words) for each in said], shown(words)
-    said = [*map(files.printable, (verdict, *said))]
+    said = [*map(printable, (verdict, *said))]
     return Report(tone, said, tables, command, entries | {"words": said, "command": command}, int(not pairs))
 
 
