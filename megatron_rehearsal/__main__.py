@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
     """Rehearse, print and write. Returns 0 if the job fits, else 1. Raises ValueError on wrong input."""
     if (args.log is None) == (not command):
         raise ValueError("no job, or two; give the log of a run, or its command behind --")
-    terminal = console(args.json, args.html, width=None if sys.stdout.isatty() else 120, markup=False)
+    terminal = console(args.json, args.html, width=120)
     notes: list[str] = []
     task, parallel, modelled = task_of(args, command, notes)
     gpu, ranks = task.gpu, _ranks(args.ranks, parallel)
