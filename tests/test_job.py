@@ -12,7 +12,7 @@ import pytest
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import Versions, load_profile
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
-from megatron_wlb.model import MODELS, Matrix
+from megatron_wlb.model import MODELS, Matrix, Mixer, latent_sizes
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.packing.paper import PaperPacking
@@ -278,6 +278,58 @@ def test_numbers_of_numpy_are_pythons():
 def test_a_shape_that_is_none_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         replace(MODEL, **wrong)
+
+
+LATENTS = {"kv_channels": 24, "v_head_dim": 16, "kv_lora_rank": 20, "q_lora_rank": 12, "qk_pos_emb_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "matrices"),
+    [
+        ({}, "*", [("attention", 64 + 2 * 32, 64, "outputs"), ("attention", 64, 64, "inputs")]),
+        ({"output_gate": True, "v_head_dim": 20}, "W",
+         [("attention", 128 + 32 + 40, 64, "outputs"), ("attention", 64, 80, "inputs")]),
+        (LATENTS, "*", [("attention", 40, 64, "rows"), ("attention", 96, 12, "outputs"),
+                        ("attention", 32 + 32, 20, "outputs"), ("attention", 64, 64, "inputs")]),
+        ({}, "M", [("mixer", 70, 64, "outputs"), ("mixer", 64, 30, "inputs")]),
+        ({}, "-", [("mlp", 200, 64, "outputs"), ("mlp", 64, 100, "inputs")]),
+        ({"dense_ffn_hidden_size": 90}, "-", [("mlp", 180, 64, "outputs"), ("mlp", 64, 90, "inputs")]),
+        ({"dense_ffn_hidden_size": 90, "moe_router_topk": 3}, "E",
+         [("experts", 200, 64, "outputs", 3), ("experts", 64, 100, "inputs", 3)]),
+    ],
+)  # fmt: skip
+def test_matrices_by_hand(changes, part, matrices):
+    """Four heads of 16 and two of keys on a hidden state of 64, a gated MLP of 100, and a mixer of 70 and 30."""
+    mixer = Mixer(projected=70, inner=30, scan=1, kept=1)
+    model = replace(MODEL, num_query_groups=2, ffn_hidden_size=100, mamba=mixer, hybrid=True)
+    assert replace(model, **changes).matrices_of(part) == [Matrix(*each) for each in matrices]
+
+
+def test_a_model_is_the_sum_of_its_layers():
+    """Of eight, two with a window, one without, four MLPs and one mixer, whose scan counts as weights do."""
+    mixer = Mixer(projected=70, inner=30, scan=5000, kept=1)
+    sizes = {"pattern": "W-*-W-M-", "hybrid": True, "window": 4, "mamba": mixer, "gated_linear_unit": False}
+    model = replace(MODEL, **sizes, mtp_num_layers=2)
+    attention, mlp, mixed = 4 * 64 * 64, 2 * 64 * 256, 64 * (70 + 30)
+    assert model.matrices == [*model.part("*"), *model.part("-"), *model.part("M")]
+    weights = (3 * attention + 4 * mlp + mixed) // 8
+    assert model.layer_weights == weights
+    # The output layer three times, and twice a matrix that joins two hidden states.
+    assert model.token_weights == weights + 5000 // 8 + (3 * 128 * 64 + 2 * 2 * 64 * 64) // (8 + 2)
+    assert model.crossover_tokens == 2 * model.token_weights * 8 // (3 * 2 * 64)
+    assert model.attention_layers == 3 and model.without_windows() == replace(model, pattern="*-*-*-M-")
+    assert [replace(model, pattern=each).widest for each in ("W", "W*", "*")] == [4, None, None]
+    alone = replace(model, pattern="-M")
+    assert (alone.windows, alone.attention_layers, alone.crossover_tokens) == ((None,), 0, 1 << 24)
+    mixture = replace(MODEL, moe_router_topk=2)
+    assert [each.is_whole for each in (MODEL, mixture, replace(mixture, num_experts=4))] == [True, False, True]
+    heads = replace(MODEL, **LATENTS)
+    assert (heads.head_sizes, heads.head_size, heads.kv_values_per_rank(8), heads.kv_values_per_rank(2)) == (
+        (24, 16), 20, 40, 80
+    )  # fmt: skip
+    of_latents = {"kv_lora_rank": 20, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    for rank in (12, None):
+        assert latent_sizes(q_lora_rank=rank, **of_latents) == LATENTS | {"q_lora_rank": rank or 0}
 
 
 def test_layers_of_every_kind_are_counted_where_they_run():
