@@ -34,7 +34,7 @@ SET = [
     ({"apply_rope_fusion": OFF}, {"multi_latent_attention": True}, "--no-rope-fusion: the fused kernel"),
     ({"moe_token_dispatcher_type": ("allgather", "alltoall")}, MOE, "alltoall instead of allgather: allgather needs"),
     ({"moe_hybridep_pad_uneven_dispatch_inputs": ON}, HYBRIDEP, "-pad-uneven-dispatch-inputs: hybridep"),
-    ({"tp_comm_overlap": OFF}, {}, "--tp-comm-overlap: there is nothing"),
+    ({"tp_comm_overlap": OFF}, {"use_transformer_engine_op_fuser": True}, "--tp-comm-overlap: there is nothing"),
     ({"ckpt_format": ("fsdp_dtensor", "torch_dist")}, {}, "--ckpt-format torch_dist instead of fsdp"),
 ]
 PRICED = [
@@ -80,11 +80,13 @@ def test_one_change(changed, beside, line):
     after = USUAL | beside | {name: value for name, (_, value) in changed.items()}
     assert {name: value for name, value in vars(args).items() if name not in BEFORE} == after
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
-    first = args.wlb_before
-    assert all(first.get(name, before) == before for name, (before, _) in changed.items())
+    first, plain = args.wlb_before, {name: each for name, (each, _) in changed.items() if not isinstance(each, list)}
+    assert {name: value for name, value in first.items() if name in changed} == plain  # as a log can print it
     check(args)
     assert not any(adapt(args, given)[1:]) and args.wlb_before == first  # nothing is left to change
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
+    windows = given.get("eval_micro_batch_size") or args.wlb_windows_per_micro_batch
+    assert args.wlb_eval_windows_per_micro_batch == windows
     with pytest.raises(ValueError, match="^--wlb-strict: --wlb would change these flags"):
         adapt(Namespace(**USUAL | given | {"wlb_strict": True}), ())
 
@@ -128,6 +130,14 @@ def test_what_needs_no_change():
         assert kept == USUAL | given | {"wlb_strict": True}
 
 
+@pytest.mark.parametrize("sft", [True, False])
+def test_what_a_loss_without_wlb_depends_on_is_noted(sft):
+    before = {"wlb_sft": sft, "wlb_means_in_evaluation": sft, "wlb_per_token_loss": False, "wlb_frozen": False}
+    args = Namespace(**USUAL | {"sft": sft, "calculate_per_token_loss": False})
+    adapt(args, ())
+    assert vars(args).items() >= before.items()
+
+
 def test_dropout_that_was_asked_for_is_refused():
     args = Namespace(**USUAL | {"attention_dropout": 0.1})
     assert not adapt(args, {"attention_dropout"}).set
@@ -151,6 +161,10 @@ def test_the_scale_of_fp16_is_of_a_mean_over_tokens():
     for lines in (2, 0):
         assert len([line for line in adapt(args, ()).set if "summed over" in line]) == lines
         assert (args.loss_scale, args.initial_loss_scale, args.min_loss_scale) == (None, 2.0**18, 2.0**-14)
+    constant = fp16 | {"loss_scale": 2.0**20, "global_batch_size": None, "micro_batch_size": 4}
+    args = Namespace(**USUAL | constant | {"calculate_per_token_loss": False})
+    adapt(args, ())
+    assert args.loss_scale == 2.0**8  # of four windows of 1,024
     args = Namespace(**USUAL | fp16)
     adapt(args, ())
     assert args.initial_loss_scale == 2.0**32
@@ -165,7 +179,8 @@ def test_a_batch_that_would_decrease_is_refused():
 
 def test_what_is_switched_off_by_itself():
     assert switches_off("cuda_graph_impl", "local") and switches_off("use_megatron_fsdp", True)
-    for name, value in (("cuda_graph_impl", "none"), ("tp_comm_overlap", True), ("micro_batch_size", 4), ("lr", 1)):
+    for name, value in (("cuda_graph_impl", "none"), ("tp_comm_overlap", True), ("micro_batch_size", 4), ("lr", 1),
+                        ("dataloader_type", "cyclic")):  # fmt: skip
         assert not switches_off(name, value)
 
 

@@ -201,8 +201,14 @@ def test_contradictions(stated, message):
 
 
 def test_values_may_be_text_and_what_is_unknown_does_not_matter():
-    found = arguments(split=1, fp8=None, lr="3e-4", seed="7", tp_comm_overlap="True", data_path=["0.5", "a"])
-    assert found == MegatronArguments(**SIZES, split="1", seed=7, tp_comm_overlap=True, data_path=("0.5", "a"))
+    found = arguments(split=0.5, fp8=None, lr="3e-4", seed="7", tp_comm_overlap="True", data_path=["0.5", "a"])
+    assert found == MegatronArguments(**SIZES, split="0.5", seed=7, tp_comm_overlap=True, data_path=("0.5", "a"))
+    for pattern, layout in (("M*-", None), ("M*|-", "Ett|tL")):
+        found = MegatronArguments.of(
+            {"hybrid_layer_pattern": pattern, "num_layers": 99, "recompute_modules": "mlp moe"}
+        )
+        expected = {"num_layers": 3, "pipeline_model_parallel_layout": layout, "recompute_modules": ("mlp", "moe")}
+        assert found == MegatronArguments(hybrid_layer_pattern=pattern, **expected)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +422,9 @@ def test_the_crossover_of_linear_layers_is_that_of_published_shapes(name):
     ("stated", "rows", "overlap", "alone"),
     [
         ({"seq_length": 1 << 17, "context_parallel_size": 2}, 16384, 0.875, 0.875),
-        ({"seq_length": 20_480, "context_parallel_size": 4, "fp8": "hybrid"}, 5120, 0.875, 0.875),  # a window's rows
+        ({"seq_length": 22_528, "context_parallel_size": 4, "fp8": "hybrid"}, 5120, 0.875, 0.875),  # a window's rows
+        ({"seq_length": 512, "fp8": "hybrid"}, 0, 0, 0.875),  # less than the smallest tiles have
+        ({"sequence_parallel": False}, 0, 0, 0.875),
         ({"tp_comm_overlap": False}, 0, 0, 0),
         ({"multi_latent_attention": True}, 0, 0, 0.875),
         ({"use_transformer_engine_op_fuser": True}, 0, 0, 0.875),
