@@ -39,7 +39,9 @@ SET = [
 ]
 PRICED = [
     ({"cuda_graph_impl": ("local", "none"), "cuda_graph_modules": (["attn"], [])}, {}, "-impl local: .*; the host"),
-    ({"enable_cuda_graph": OFF}, {}, "--enable-cuda-graph: "),
+    ({"enable_cuda_graph": OFF, "external_cuda_graph": OFF, "cuda_graph_scope": (["attn"], None)}
+     | dict.fromkeys(("inference_cuda_graph_scope", "cuda_graph_scope_deprecated"), ("block", None)),
+     {}, "--enable-cuda-graph: "),
     ({"moe_pad_expert_input_to_capacity": OFF}, {}, "--moe-pad-expert-input-to-capacity: .* vary in length$"),
     ({"tp_comm_overlap": OFF}, TP2 | {"use_transformer_engine_op_fuser": True}, "hidden$"),
     (EXPERTS_OVERLAP, {"hybrid_layer_pattern": "ME*E"}, "hybrid models have .*no longer hidden$"),
@@ -54,7 +56,7 @@ PRICED = [
     ({"moe_combine_bwd_dtype": ("mxfp8", "bf16")}, {}, "-bwd-dtype bf16 instead of mxfp8: only ncclep .* in bf16$"),
     ({"moe_dispatch_fwd_dtype": ("mxfp8", "bf16")}, {}, "-fwd-dtype bf16 instead of mxfp8: only ncclep .* in bf16$"),
     ({"log_max_attention_logit": OFF}, {}, "not logged"),
-]
+]  # fmt: skip
 """Arguments before and after, what is given beside them, and what is said; the latter ones cost something."""
 
 BEFORE = {
@@ -76,7 +78,7 @@ def test_one_change(changed, beside, line):
     assert differs[0].startswith("> wlb: differs: attention stops at the end of a document")
     assert all(each.startswith("> wlb: differs: ") for each in differs)
     verb = "without" if priced and "instead of" not in line else "sets"
-    assert re.search(line, last) and last.startswith(f"> wlb: {verb} ")
+    assert re.search(line, last) and last.startswith(f"> wlb: {verb} ") and "without no " not in last
     after = USUAL | beside | {name: value for name, (_, value) in changed.items()}
     assert {name: value for name, value in vars(args).items() if name not in BEFORE} == after
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
@@ -123,7 +125,8 @@ def test_every_row_that_is_set_or_switched_off_is_a_case():
 
 def test_what_needs_no_change():
     overlap = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
-    for given in ({}, {"reset_attention_mask": True}, MOE | {"moe_token_dispatcher_type": "alltoall"} | overlap):
+    alone = {"eval_micro_batch_size": 1, "defer_embedding_wgrad_compute": True}
+    for given in ({}, {"reset_attention_mask": True}, MOE | {"moe_token_dispatcher_type": "alltoall"} | overlap, alone):
         args = Namespace(**USUAL | given | {"wlb_strict": True})
         assert not any(adapt(args, given)[1:])
         kept = {name: value for name, value in vars(args).items() if name not in BEFORE}
@@ -133,9 +136,13 @@ def test_what_needs_no_change():
 @pytest.mark.parametrize("sft", [True, False])
 def test_what_a_loss_without_wlb_depends_on_is_noted(sft):
     before = {"wlb_sft": sft, "wlb_means_in_evaluation": sft, "wlb_per_token_loss": False, "wlb_frozen": False}
-    args = Namespace(**USUAL | {"sft": sft, "calculate_per_token_loss": False})
+    changed = {"calculate_per_token_loss": False, "micro_batch_size": 4, "eval_micro_batch_size": None}
+    args = Namespace(**USUAL | changed | {"sft": sft})
     adapt(args, ())
-    assert vars(args).items() >= before.items()
+    assert vars(args).items() >= before.items() and args.wlb_before == changed
+    args.micro_batch_size = 3
+    adapt(args, ())
+    assert args.wlb_before == changed  # of the run itself
 
 
 def test_dropout_that_was_asked_for_is_refused():

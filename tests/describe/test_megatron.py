@@ -119,8 +119,9 @@ def test_sizes_among_the_arguments_change_a_known_model():
     given = sizes | {"swiglu": False, "vocab_size": 300, "tensor_model_parallel_size": 2}
     changed = replace(MODELS["llama3-8b"], **sizes, gated_linear_unit=False, padded_vocab_size=512)
     assert model_of(MegatronArguments.of(given), "llama3-8b") == changed
-    for name in MODELS:
-        assert model_of(MegatronArguments(), name) == MODELS[name]
+    for name, model in MODELS.items():
+        assert model_of(MegatronArguments(), name) == model
+        assert model_of(MegatronArguments(padded_vocab_size=300), name) == replace(model, padded_vocab_size=300)
 
 
 @pytest.mark.parametrize(
