@@ -19,7 +19,7 @@ from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import Matrix, ModelShape
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from megatron_wlb.pipeline.split import EVEN, Split
-from megatron_wlb.settings import Count, Name, Settings, Share, Size, SizeOrNone, checked, setting
+from megatron_wlb.settings import Count, Name, Settings, Share, Size, SizeOrNone, checked, printable, setting
 
 MAX_TOKENS = _native.MAX_TOKENS
 """Longest micro-batch whose work is exact in 64 bits, with room for sums over a global batch."""
@@ -487,6 +487,5 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
         if isinstance(value, dict):
             changes += differences(old if isinstance(old, dict) else {}, value, f"{prefix}{name}.")
         elif json.dumps(old) != json.dumps(value):  # in which tuples are lists
-            text = f"{prefix}{name} {old} -> {value}"  # of a file, maybe
-            changes.append("".join(c if c.isprintable() else " " for c in text))
+            changes.append(printable(f"{prefix}{name} {old} -> {value}"))  # of a file, maybe
     return changes

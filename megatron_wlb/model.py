@@ -283,8 +283,7 @@ class ModelShape:
 
     def held_weights_of(self, kind: str) -> tuple[int, int]:
         """Return the weights of all matrices of a layer but routed experts', and of routed experts."""
-        shared = self.shared_ffn_hidden_size / self.ffn_hidden_size
-        of_token = int(self.weights_of(kind, "experts") * (1 - shared))
+        of_token = int(self.weights_of(kind, "experts") * (1 - self.shared_part))
         held = of_token * (self.num_experts or self.moe_router_topk) // max(1, self.moe_router_topk)
         return self.weights_of(kind) - of_token, held
 
@@ -305,6 +304,11 @@ class ModelShape:
     def is_whole(self) -> bool:
         """Whether all weights are known, not only a token's experts."""
         return not self.is_mixture or self.num_experts > 0
+
+    @property
+    def shared_part(self) -> float:
+        """The part of a token's experts that is shared."""
+        return self.shared_ffn_hidden_size / self.ffn_hidden_size
 
     @property
     def expert_weights(self) -> int:

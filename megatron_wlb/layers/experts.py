@@ -202,7 +202,7 @@ class Experts(Mlp):
     def kept(self, job: Job) -> dict[str, Tensor]:
         """Return the tensors that experts keep with their rows, and the norm before them."""
         model, row = job.model, layer_input_bytes(job)
-        values, shared = job.bytes_per_value * model.ffn_size_of(EXPERTS) / job.parallel.tp, self._shared(job)
+        values, shared = job.bytes_per_value * model.ffn_size_of(EXPERTS) / job.parallel.tp, model.shared_part
         before, routed = 2 if model.gated_linear_unit else 1, (1 - shared) * values
         return {
             "input": Tensor(row),
@@ -218,7 +218,7 @@ class Experts(Mlp):
         return 1 + job.model.moe_router_topk  # of its output, and as sent
 
     def again(self, job: Job, dropped: set[str]) -> Again:
-        activation, shared, found = self.values(job), self._shared(job), Again()
+        activation, shared, found = self.values(job), job.model.shared_part, Again()
         if "moe" in dropped:
             found = Again(tuple(job.model.part(EXPERTS)), values=activation, kernels=1, travels=True)
         else:
@@ -281,7 +281,3 @@ class Experts(Mlp):
         forward, backward = (moved + COPY_PASSES[job.fused_experts] * share * values for share in (1 / 3, 2 / 3))
         forward, backward = (each * job.bytes_per_value for each in (forward, backward))
         return memory_time(job, forward, tokens), memory_time(job, backward, tokens)
-
-    @staticmethod
-    def _shared(job: Job) -> float:
-        return job.model.shared_ffn_hidden_size / job.model.ffn_hidden_size

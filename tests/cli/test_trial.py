@@ -319,5 +319,5 @@ def test_a_turn_counts_from_two_steps_on(steps, crash, tmp_path, monkeypatch):
 )
 def test_nothing_within_two_standard_errors_is_called_faster(ratios, errors, tone, said):
     pairs = [report._Pair((), *each, None) for each in zip(ratios, errors, strict=True)]
-    found = report._verdict(SimpleNamespace(mock=False), pairs, "H100", {"gpus": 4})
+    found = report._verdict(SimpleNamespace(mock=False), report._speed(pairs), len(pairs), "4 x H100")
     assert found[0] == tone and found[1].startswith(said)

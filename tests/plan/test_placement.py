@@ -104,7 +104,7 @@ def test_ranks_that_divide_experts_wait_the_least(groups, beside, rounds, pp, da
     given = job_of(work, dp, pp, ep=beside)
     rows = both(place, work, given, experts)
     assert sorted(rows.ravel()) == list(range(len(work)))
-    critical = critical_work(work[rows], experts[rows], given)
+    critical = critical_work(work[rows], experts[rows], beside)
     for rank in range(dp):
         first = rank // beside * beside
         group = rows[first : first + beside]
@@ -126,11 +126,11 @@ def test_slots_are_alike_where_ranks_divide_experts():
     apart = place(work, dense, experts)
     assert apart.tolist() == [[0, 3], [1, 2]]
     shared = job_of(work, 2, 4, ep=2)
-    assert critical_work(work[apart], experts[apart], shared).tolist() == [[15, 15]] * 2
+    assert critical_work(work[apart], experts[apart], 2).tolist() == [[15, 15]] * 2
     together = place(work, shared, experts)
     assert together.tolist() == [[0, 1], [2, 3]]
-    assert critical_work(work[together], experts[together], shared).tolist() == [[11, 11]] * 2
-    assert (critical_work(work[apart], experts[apart], dense) == work[apart]).all()
+    assert critical_work(work[together], experts[together], 2).tolist() == [[11, 11]] * 2
+    assert (critical_work(work[apart], experts[apart], 1) == work[apart]).all()
 
 
 @pytest.mark.parametrize("changes", [{"reorder": False}, {"packing": MegatronPacking()}])

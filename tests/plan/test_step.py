@@ -54,7 +54,9 @@ def test_a_plan_is_packed_placed_and_sharded(packing, experts):
         assert sorted(i for m in chain(*of_ranks) for i in m["index"]) == sorted(batch.documents["index"])
         work = np.array([[document_work(m["length"], 32).sum() for m in rank] for rank in of_ranks])
         tokens = np.array([[m["length"].sum() for m in rank] for rank in of_ranks])
-        critical = placement.critical_work(work, tokens * described.pooled_crossover_tokens, described)
+        critical = placement.critical_work(
+            work, tokens * described.pooled_crossover_tokens, described.parallel.pooling_ranks
+        )
         assert all(placement.order(each, described).tolist() == [0, 1, 2, 3] for each in critical), (
             "the best comes first"
         )

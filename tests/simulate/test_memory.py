@@ -18,6 +18,7 @@ from megatron_wlb.simulate.memory import (
     depth_bytes,
     gpu_weights,
     held_bytes,
+    kept_bytes,
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
@@ -25,9 +26,9 @@ from megatron_wlb.simulate.memory import (
     most_kept,
     one_document,
     peak_bytes,
+    running_bytes,
     step_peak_bytes,
     tensors,
-    token_bytes,
     weight_bytes,
 )
 from tests.jobs import job, packer
@@ -110,7 +111,7 @@ def test_the_peak_adds_up():
         given, plain = (gpu_weights(in_parallel(each, pp=pp))[0, -1] for each in (ahead, GPT3))
         assert given - plain == (12 + 2) * 12288**2 + embedding
     on_eight = in_parallel(GPT3, tp=8, sequence_parallel=True)
-    running = token_bytes(on_eight, 7)[1] - token_bytes(on_eight, 1)[1]
+    running = running_bytes(on_eight, 7) - running_bytes(on_eight, 1)
     assert running == 2 * 2 * 12288 / 8 + 2 * 12288 + 6 * 51200 / 8  # before and after a norm, gathered, and logits
     # User buffers of tiles of 4,096 to 512 rows, three of each; what is gathered lies in them, not beside them.
     gathering = in_parallel(replace(GPT3, tp_tile_rows=4096), tp=8, sequence_parallel=True)
@@ -119,9 +120,9 @@ def test_the_peak_adds_up():
     tiled = replace(GPT3, tp_tile_rows=4096)
     assert weight_bytes(tiled) - weight_bytes(GPT3) == 3 * 7680 * GPT3_SHAPE.hidden_size * 2
     two = in_parallel(GPT3, split=Split(pipeline_model_parallel_layout="E(t*6|)*7t*12|(t*6|)*6t*5|tL"), vpp=2)
-    assert token_bytes(two, 7)[0].tolist() == [12 * kept + rotary, kept + rotary]
+    assert kept_bytes(two, 7).tolist() == [12 * kept + rotary, kept + rotary]
     six = Recompute(granularity="full", method="block", num_layers=6)
-    assert token_bytes(replace(two, recompute=six), 7)[0].tolist() == [
+    assert kept_bytes(replace(two, recompute=six), 7).tolist() == [
         6 * kept + 6 * 2 * 12288 + rotary,
         2 * 12288 + rotary,
     ]
@@ -164,7 +165,7 @@ def test_backward_of_attention_by_hand(groups, gradients, more):
     # In the MLP its gradient and two tensors of all ranks' rows, while K and V arrive; in attention the MLP is gone:
     # input, mask, norm, and four rows before and after the activation.
     in_mlp, of_mlp = (1 + 2 * 8) * row + 2 * 4 * kv, (1 + 1 / 2 + 1 + 4 + 4) * row
-    assert token_bytes(given, 0)[1] == max(in_mlp, held + more * kv - of_mlp)
+    assert running_bytes(given, 0) == max(in_mlp, held + more * kv - of_mlp)
 
 
 @pytest.mark.parametrize(("model", "rotated"), [("llama2-7b", 128), ("deepseek-v3", 64)])
@@ -311,15 +312,19 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count, delay):
 def test_the_peak_of_a_step_is_of_its_own_micro_batches():
     given = in_parallel(job(model=replace(MODELS["llama2-7b"], num_layers=8)), pp=4)
     even, alone = np.full(4, 1000.0), [(0.0, 0.0)] * 4
-    (kept, first), (_, last) = (token_bytes(given, stage) for stage in (0, 3))
+    kept, (first, last) = kept_bytes(given, 0), (running_bytes(given, stage) for stage in (0, 3))
     assert step_peak_bytes(given, 0, even, alone) == 1000 * (4 * kept[0] + first)
     assert step_peak_bytes(given, 3, even, alone) < 1000 * (kept[0] + last)  # logits are gone before layers go back
     uneven = np.array([1.0, 1.0, 1.0, 1000.0])
     assert step_peak_bytes(given, 0, uneven, alone) < step_peak_bytes(given, 0, even, alone)
     # Of passes that run by turns, the forward pass fills as the backward pass frees, but for a layer of 2.
     overlapped = replace(in_parallel(given, vpp=2), parallel=replace(given.parallel, vpp=2), overlaps_experts=True)
-    before, (kept, running) = replace(overlapped, overlaps_experts=False), token_bytes(overlapped, 0)
-    assert running == token_bytes(before, 0)[1] + layer_bytes(overlapped)
+    before, kept, running = (
+        replace(overlapped, overlaps_experts=False),
+        kept_bytes(overlapped, 0),
+        running_bytes(overlapped, 0),
+    )
+    assert running == running_bytes(before, 0) + layer_bytes(overlapped)
     eight = np.full(8, 1000.0)
     assert step_peak_bytes(overlapped, 0, eight, alone * 2) == 1000 * (
         overlapped.schedule(8).in_flight(0, kept) + running

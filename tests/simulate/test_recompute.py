@@ -10,7 +10,7 @@ from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Recompute
 from megatron_wlb.layers import part_of
 from megatron_wlb.model import MODELS, Matrix
-from megatron_wlb.simulate.memory import depth_bytes, layer_bytes, token_bytes
+from megatron_wlb.simulate.memory import depth_bytes, kept_bytes, layer_bytes
 from megatron_wlb.simulate.passes import crossover, pass_times
 from megatron_wlb.simulate.recompute import MODULES, ways
 from tests.simulate.shards import FREE, SMALL, job, shards_of
@@ -158,7 +158,7 @@ def test_fewer_layers_cost_less_and_keep_more():
         replace(given, recompute=Recompute(granularity="full", method="block", num_layers=count)) for count in range(5)
     ]
     times = [float(pass_times(each, shards_of(each, [[8192]])).backward.sum()) for each in blocks]
-    kept = [float(token_bytes(each, 0)[0].sum()) for each in blocks]
+    kept = [float(kept_bytes(each, 0).sum()) for each in blocks]
     assert np.diff(times) == pytest.approx(times[1] - times[0]) and times[1] > times[0]
     assert np.diff(kept) == pytest.approx(kept[1] - kept[0]) and kept[1] < kept[0]
     # Documents weigh as in a layer of which so much runs again.
