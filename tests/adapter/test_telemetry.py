@@ -269,7 +269,7 @@ def test_what_is_measured_is_the_mean_over_ranks_of_each_chunk(monkeypatch):
     monkeypatch.setattr(clock.dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(clock.mpu, "get_pipeline_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(clock, "measured_shares", lambda *given: given)
-    monkeypatch.setattr(clock, "_now", iter([7.0, 2.0]).__next__)
+    monkeypatch.setattr(clock, "_now", iter([7.0, 2.0, 9.0]).__next__)
     watch = clock.Clock()
     watch.begin()
     assert watch.shares(1.0) is None and not collectives  # not measured
@@ -282,6 +282,8 @@ def test_what_is_measured_is_the_mean_over_ranks_of_each_chunk(monkeypatch):
     assert (of_job, times) == (given, [3.75, 7.5, 100.0])
     assert passes.tolist() == [[[2.25, 22.5], [0, 0]], [[5.25, 52.5], [0, 0]]]
     assert watch.shares(None) is None and collectives == [dist.ReduceOp.SUM, dist.ReduceOp.MAX] * 2
+    watch.begin()
+    assert watch.shares(1.0) is None
 
 
 def test_times_on_a_gpu_are_those_of_events_that_have_ended(monkeypatch):

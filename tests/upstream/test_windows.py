@@ -11,7 +11,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron_wlb.adapter.sources.windows import FromIndex
 from tests.adapter.datasets import write_index
 
-WINDOW, EOD, PAD = 24, 7, 5
+WINDOW, EOD, PAD = 24, 0, 5
 NAMES = ("tokens", "labels", "loss_mask")
 RESETS = ("reset_position_ids", "reset_attention_mask")
 
