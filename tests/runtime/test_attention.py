@@ -79,7 +79,8 @@ def test_calls_of_one_round_are_summed_in_fp32(monkeypatch):
 
 def test_what_is_measured_is_what_runs(monkeypatch):
     """Every call of forward and backward of a rank, in all rounds, with as many keys."""
-    lengths, model = np.array([96, 5, 61, 18, 34], np.int64), shape(1, 64, 1, 8, 2, 0, kv_channels=HEAD_SIZE)
+    lengths = np.array([96, 5, 61, 18, 34], np.int64)
+    model = shape(1, 64, 1, 8, 2, 0, kv_channels=24, v_head_dim=16)
     plan, backend, seen = in_shares(lengths, 2), Float64(), []
     assert len(plan.rounds) > 3
 
@@ -88,7 +89,7 @@ def test_what_is_measured_is_what_runs(monkeypatch):
 
     for way in ("forward", "backward"):
         monkeypatch.setattr(backend, way, watched(way, getattr(backend, way)))
-    all_ranks(*inputs(int(lengths.sum()), (8, 2), HEAD_SIZE, FP32), plan, AttentionOptions(backend=backend))
+    all_ranks(*inputs(int(lengths.sum()), (8, 2), (24, 16), FP32), plan, AttentionOptions(backend=backend))
     ran, seen[:] = sorted(map(str, seen)), []
     target = measure.Target(model, "cpu", backend, "fp32", {"device": "cpu", "dtype": FP32})
     for rank in range(2):
