@@ -241,7 +241,7 @@ def their_schedule(args, train_parallel_config, total_lengths, *, global_batch_s
     return "theirs"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"dp": 8, "cp": 2, "ep": 8}], ids=str)
 def test_every_sample_of_slime_runs_in_its_step(layout, monkeypatch):
     loop = module(monkeypatch, "slime.utils.dp_schedule", build_dp_schedule=their_schedule)
     user = module(monkeypatch, "slime.ray.rollout", build_dp_schedule=their_schedule)
