@@ -264,6 +264,7 @@ def test_ranks_are_numbered_once_and_stages_are_a_stride_apart(stages_before_dp)
     for (stage, dp, cp, tp), rank in number.items():
         assert rank - number[0, dp, cp, tp] == stage * p.stage_stride
         assert rank - number[stage, dp, 0, 0] == 2 * cp + tp
+        assert p.place(rank) == (stage, dp, cp, tp)
 
 
 def test_ranks_of_a_stage_that_do_not_divide_weights_have_copies():
