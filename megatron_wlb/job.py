@@ -8,7 +8,7 @@ import json
 import math
 from abc import abstractmethod
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from msgspec import Meta
@@ -35,6 +35,15 @@ STRATEGIES = {
     "auto": ("per-sequence", "hybrid"),
 }
 """The shardings that each value of `Sharding.cp_sharding` compares."""
+
+
+class Place(NamedTuple):
+    """Of a rank among all of a job."""
+
+    stage: int
+    dp: int
+    cp: int
+    tp: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +124,13 @@ class Parallel:
         """Return the number of a rank among all."""
         outer = dp * self.pp + stage if self.stages_before_dp else stage * self.dp + dp
         return (outer * self.cp + cp) * self.tp + tp
+
+    def place(self, rank: int) -> Place:
+        """Return where a rank is: its place, of which `rank` makes the number."""
+        outer, inner = divmod(rank, self.tp * self.cp)
+        last, first = divmod(outer, self.pp if self.stages_before_dp else self.dp)
+        stage, dp = (first, last) if self.stages_before_dp else (last, first)
+        return Place(stage, dp, *divmod(inner, self.tp))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -419,6 +419,7 @@ def test_ranks_are_numbered_once_and_stages_are_a_stride_apart(stages_before_dp)
     for (stage, dp, cp, tp), rank in number.items():
         assert rank - number[0, dp, cp, tp] == stage * p.stage_stride
         assert rank - number[stage, dp, 0, 0] == 2 * cp + tp
+        assert p.place(rank) == (stage, dp, cp, tp)
 
 
 def test_a_product_is_divided_over_the_ranks_of_its_matrix():

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.metrics import balanced_time
+from benchmarks.metrics import balanced_time, limit_time
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import H100_NETWORK, Group
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.passes import LayerTimes, pass_times
-from megatron_wlb.simulate.step import breakdown, imbalances, limit_time, simulate_step, step_of, trace_of
+from megatron_wlb.simulate.step import breakdown, imbalances, simulate_step, step_of, trace_of
 from tests.simulate.shards import FREE, JOBS, SMALL, TOGETHER, job, shards_of
 
 
@@ -31,7 +31,7 @@ def test_uniform_work_takes_the_closed_form(vpp, micro_batches):
     assert lost.bubble == pytest.approx(3 * both)
     assert [lost.imbalance, lost.dp_wait, lost.cp_wait] == pytest.approx([0, 0, 0], abs=1e-6)
     assert balanced_time(step) == pytest.approx(step.time)
-    assert limit_time(step) == pytest.approx(step.time - 3 * both)
+    assert limit_time(lost) == pytest.approx(step.time - 3 * both)
 
 
 def test_imbalances_by_hand():
