@@ -145,6 +145,9 @@ def test_a_planner_plans_ahead_and_keeps_steps_until_they_are_released():
     expected = [plan_step(other, job()).digest for _ in range(9)]
     assert [running.get(step).digest for step in (0, 1, 2, 1, 0)] == [expected[step] for step in (0, 1, 2, 1, 0)]
     running.get(8)
+    waited = running.wait_seconds
+    running.get(0)
+    assert running.wait_seconds > waited > 0 and running._wanted == 8
     running.close()
     assert running._next <= 8 + PLAN_AHEAD + 1
     running.release(5)
