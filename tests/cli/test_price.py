@@ -142,7 +142,7 @@ def test_experts_overlap_in_megatron_where_its_schedule_can(data):
 
 def test_graphs_are_priced_by_their_modules_and_what_has_no_time_is_said(data):
     words = f"{JOB} --data-path {data} --wlb-micro-batches {N} --num-layers 4 --num-gpus 4"
-    words += " --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
+    words += " --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 --hidden-size 4096"
     found = setup(words, "--cuda-graph-impl local --use-torch-fsdp2 --fine-grained-activation-offloading")
     job, times = found.job, {("full",): 4.0, ("attn",): 5.0, (): 6.0}
     graphs, fsdp, offloading = prices(job, found.run.arguments, lambda of: times[of.cuda_graphs])

@@ -143,8 +143,9 @@ def test_recomputation_that_is_fastest_within_memory(monkeypatch):
     assert tried(needs[whole] / 100) == []
     # The fastest comes first, whatever is tried before.
     monkeypatch.setattr(alternatives, "worth_trying", lambda *given: [whole, nothing])
-    found = recomputed(free, lambda recompute, **given: replace(free, recompute=recompute), DATA, 2 * needs[nothing])
-    assert [each.recompute for each, _ in found] == [nothing, whole]
+    other = replace(free, recompute=whole, crossover_tokens=2 * free.crossover_tokens)
+    found = recomputed(free, lambda recompute, **given: other if recompute == whole else free, DATA, 2 * needs[nothing])
+    assert [each for each, _ in found] == [free, other]
     assert [time for _, time in found] == [time_per_work(each, free, DATA, 0) for each, _ in found]
 
 

@@ -179,6 +179,8 @@ def test_order_is_the_best_of_few_and_close_to_it_of_many(pp, vpp):
         ([1, 1, 6, 3, 2, 7, 8], 4, 134, 131),
         ([7, 9, 1, 2, 4, 6, 7], 4, 158, 156),
         ([8, 7, 1, 4, 8, 5, 1], 2, 115, 113),
+        ([2, 7, 9, 1, 4, 6, 1], 2, 104, 103),  # by no swap alone
+        ([8, 1, 4, 3, 9, 6, 9], 2, 133, 132),  # by no move alone
     ],
 )
 def test_swaps_and_moves_find_the_best_order_where_shapes_do_not(work, pp, shapes, best):

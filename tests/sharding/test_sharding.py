@@ -120,11 +120,20 @@ def test_the_exchange_brings_every_key_and_takes_every_gradient_home(plan, windo
             expected = sorted({begins[d] + i for d, i in keys_of(segments.tolist(), near)})
             arrived = [of[rank] for of in sent]
             assert not m.sent or tuple(map(len, arrived)) == m.received
+            assert m.causal
+            queries = [np.arange(row, row + (call["stop"] - call["start"]).sum()) for row, call in m.calls]
+            assert np.concatenate([np.empty(0, int), *queries]).tolist() == list(range(len(r)))
             keys = np.concatenate((*arrived, r))[m.gather]
             assert keys.tolist() == expected
             # What arrives goes back along the same way.
             assert keys[m.arrived_keys].tolist() == np.concatenate(arrived).tolist()
             assert keys[m.own_keys].tolist() == r.tolist()
+            # In a call, queries are the last keys that they see.
+            for row, call in m.calls:
+                for run, start, stop in call.tolist():
+                    seen = keys[m.key_begins[run] :][start:stop]
+                    assert seen.tolist() == r[row : row + stop - start].tolist()
+                    row += stop - start
 
 
 def keys_of(segments, window):
@@ -164,6 +173,7 @@ def test_queries_see_every_key_before_their_segment_in_one_part(plan):
             for r, m in zip(local, moved, strict=True)
         ]
         for rank, m in enumerate(moved):
+            assert not m.causal
             keys = np.concatenate((*(each[rank] for each in sent), local[rank][: m.own_rows]))[m.gather]
             first_rows = document_begins(held[rank]["stop"] - held[rank]["start"])[:-1].tolist()
             for row, call in m.calls:

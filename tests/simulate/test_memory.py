@@ -56,6 +56,17 @@ def in_parallel(given, **sizes):
     return replace(given, parallel=replace(given.parallel, **sizes))
 
 
+def test_layers_of_every_kind_keep_their_own():
+    """Attention three times and an MLP; if all of them run again, they keep inputs, and one of the larger kind."""
+    hybrid = in_parallel(replace(GPT3, model=replace(GPT3_SHAPE, num_layers=8, pattern="**-*", hybrid=True)), pp=2)
+    attention, mlp = (layer_bytes(hybrid, kind) for kind in "*-")
+    again = replace(hybrid, recompute=Recompute(granularity="full"))
+    kept, inputs = (kept_bytes(each, 0) for each in (hybrid, again))
+    running, more = (running_bytes(each, 0) for each in (hybrid, again))
+    assert attention < mlp and kept.tolist() == [3 * attention + mlp + 4 * 128]
+    assert inputs.tolist() == [4 * 2 * 12288 + 4 * 128] and more - running == mlp
+
+
 def test_a_layer_keeps_34_bytes_per_value_of_the_hidden_state():
     # arXiv 2205.05198, equation 6 without the attention scores: 34 s b h, and here the log-sum-exps.
     assert layer_bytes(GPT3) == 34 * 12288 + 4 * 96
@@ -113,6 +124,10 @@ def test_the_peak_adds_up():
     on_eight = in_parallel(GPT3, tp=8, sequence_parallel=True)
     running = running_bytes(on_eight, 7) - running_bytes(on_eight, 1)
     assert running == 2 * 2 * 12288 / 8 + 2 * 12288 + 6 * 51200 / 8  # before and after a norm, gathered, and logits
+    whole = in_parallel(on_eight, sequence_parallel=False)  # with nothing to gather
+    assert running_bytes(whole, 7) - running_bytes(whole, 1) == 2 * 2 * 12288 + 6 * 51200 / 8
+    # Of a depth three inputs of norms and two outputs, joined, its layer and its logits.
+    assert depth_bytes(ahead) == 5 * 2 * 12288 + kept + 6 * 51200
     # User buffers of tiles of 4,096 to 512 rows, three of each; what is gathered lies in them, not beside them.
     gathering = in_parallel(replace(GPT3, tp_tile_rows=4096), tp=8, sequence_parallel=True)
     assert mlp_backward_bytes(gathering) == 2 * 12288 / 8 + 2 * 2 * 4 * 12288 / 8

@@ -1,0 +1,176 @@
+"""The numbers of `megatron-wlb analyze`, by hand from the times of a few steps, and what is drawn of them."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from megatron_wlb.cli.analyze import page, report
+from megatron_wlb.cli.analyze.entries import _scheme
+from megatron_wlb.cli.analyze.report import Faster, Measured, Others, Ratio, Reading, Steps, readings, speedup, steps_of
+from megatron_wlb.cli.analyze.setup import Scheme, Schemes
+from megatron_wlb.cli.analyze.table import _across, _errors_of, _least_and_most
+from megatron_wlb.describe.alternatives import Alternative
+from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.paper import PaperPacking
+from megatron_wlb.pipeline.schedule import Schedule
+from megatron_wlb.pipeline.timeline import run
+from tests.cli.analyses import JOB, setup
+from tests.cli.analyses import report as report_of
+from tests.jobs import job
+
+H100 = load_profile("h100-cudnn")
+
+
+def measured(packing=None, us=(2000.0, 4000.0, 9000.0), **changes):
+    """Three steps of 10, 30 and 20 tokens and of as much work, doubled."""
+    tokens = np.array([10, 30, 20])
+    scheme = Scheme(job(packing=packing or AdaptivePacking(), profile=H100), None)
+    sizes = {"counted": 60.0, "late_steps": 0.5, "max_delay_steps": 3, "token_cv": 0.25}
+    imbalance = {"work_imbalance": np.array([1.0, 1.5, 2.0])}
+    given = {"scheme": scheme, "samples": [], "us": np.array(us), "tokens": tokens, "work": 2.0 * tokens}
+    return Measured(**given | sizes | imbalance | changes)
+
+
+def test_times_of_a_scheme_by_hand():
+    found = measured()
+    assert (found.us_per_token, found.step_ms, found.typical()) == (250, 5, 0)
+    # Deviations from 125 us a unit of work are -500, -3500 and 4000.
+    error = math.sqrt((500**2 + 3500**2 + 4000**2) / 3) * math.sqrt(3) / 120 / 125
+    assert found.relative_error == pytest.approx(error)
+    vars(found)["parts_ms"] = {"linear": 2.0, "bubble": 3.0}
+    assert found.us_of("linear", "bubble") == 250 and found.us_of("linear") == 100
+    # Of steps of 3 tokens and 12 work by Megatron: 15,000 us for 120 work, that is 3,750 us for 30 of its tokens.
+    apart = measured(MegatronPacking(), tokens=np.array([3, 27]), work=np.array([12.0, 18.0]))
+    assert found.at_work_of(apart) is found
+    assert measured(PaperPacking()).at_work_of(apart).us_per_token == pytest.approx(15_000 / (120 * 30 / 30))
+    halved = replace(apart, work=np.array([6.0, 9.0]))
+    assert measured(PaperPacking()).at_work_of(halved).us_per_token == pytest.approx(15_000 / (120 * 30 / 15))
+
+
+def test_a_speed_up_is_of_the_steps_that_both_have_or_of_times_per_work():
+    base, ours = measured(MegatronPacking(), (4000.0, 4000.0, 10_000.0)), measured(us=(2000.0, 5000.0))
+    ours = replace(ours, tokens=ours.tokens[:2])
+    off = 1000 * 8 / 7
+    assert speedup(ours, base) == pytest.approx((8 / 7, math.hypot(4000 - 2 * off, 4000 - 5 * off) / 7000))
+    assert speedup(base, base) == (1, 0)
+    late = measured(PaperPacking())
+    error = 18_000 / 15_000 * math.hypot(base.relative_error, late.relative_error)
+    assert speedup(late, base) == pytest.approx((18_000 / 15_000, error))
+    assert speedup(late, late) == (1, 0)
+
+
+def test_a_scheme_in_json():
+    found = measured()
+    vars(found).update(parts_ms={"linear": 5.0}, imbalance={"pp": 1.0, "dp": 2.0, "cp": 3.0})
+    job = found.scheme.job
+    expected = {"packing": "adaptive", "num_micro_batches": 4, "micro_batch_size": 1, "cp_sharding": None}
+    expected |= {"step_ms": 5, "us_per_token": 250, "us_per_token_error": found.relative_error, "late_steps": 0.5}
+    expected |= {"max_delay_steps": 3, "token_cv": 0.25, "longest_micro_batch_tokens": job.max_tokens}
+    expected |= {"activation_gib": found.scheme.activation_bytes() / 2**30, "speedup": 1.2, "speedup_error": 0.1}
+    expected |= {"imbalance": {"pp": 1, "dp": 2, "cp": 3, "work_mean": 1.5, "work_p95": pytest.approx(1.95)}}
+    assert _scheme(found, Ratio(1.2, 0.1)) == expected | {"parts_ms": {"linear": 5}}
+    two = found.scheme._replace(job=replace(job, parallel=replace(job.parallel, cp=2)), micro_batch_size=2)
+    found = replace(found, scheme=two)
+    vars(found).update(parts_ms={}, imbalance={})
+    both = _scheme(found, Ratio(1.2, 0.1))
+    assert (both["cp_sharding"], both["num_micro_batches"], both["micro_batch_size"]) == ("auto", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps"),
+    [
+        ({}, (200, 200)),
+        ({"num_micro_batches": 300, "pp": 2}, (50, 50)),  # 1,200 passes, and 66 steps of micro-batches
+        ({"num_micro_batches": 512, "pp": 4, "vpp": 8, "cp": 2}, (40, 4)),
+        ({"num_micro_batches": 250, "cp": 4}, (78, 26)),  # of 80, whole times 26
+    ],
+)
+def test_steps_are_so_many_as_passes_and_micro_batches_allow(sizes, steps):
+    assert steps_of(job(**sizes)) == steps
+
+
+@pytest.mark.parametrize(
+    ("gain", "error", "least", "told"),
+    [(1.05, 0.02, 0.01, True), (1.05, 0.026, 0.01, False), (1.05, 0.0, 0.06, False), (0.9, 0.0, 0.01, False)],
+)
+def test_a_way_is_told_if_it_gains_over_its_least_and_two_errors(gain, error, least, told, monkeypatch):
+    others = Others(SimpleNamespace(with_wlb=lambda job: job), Schemes(None, None, "ours"), Ratio(1.5, 0.1), 1)
+    monkeypatch.setattr(Others, "_measure", lambda self, scheme: SimpleNamespace(late_steps=0.5))
+    monkeypatch.setattr(report, "speedup", lambda one, base: Ratio(gain, error) if base == "ours" else None)
+    way = Alternative("delay", "--flag", None, least)
+    expected = Faster(way, gain, gain * 1.5, 0.5, math.hypot(error * 1.5, gain * 0.1))
+    assert others._faster(way) == (expected if told else None)
+
+
+def test_the_fastest_layouts_come_first(monkeypatch):
+    """Three of them, each with Megatron there."""
+    kinds = [("layouts", 1.1), ("delay", 1.01), ("layouts", 1.4), ("layouts", 1.2), ("layouts", 1.3)]
+    ways = [Faster(Alternative(kind, "", gain), gain, gain, 0, 0) for kind, gain in kinds]
+    others = Others(SimpleNamespace(others=lambda: [*ways, None]), None, None, 1)
+    monkeypatch.setattr(Others, "_faster", lambda self, way: way)
+    monkeypatch.setattr(Others, "_of_megatron", lambda self, job: -job)
+    found = others.faster()
+    assert [(each.gain, each.megatron) for each in found] == [(1.4, -1.4), (1.3, -1.3), (1.2, -1.2), (1.01, None)]
+
+
+def test_readings_are_changes_of_the_whole_number(monkeypatch):
+    """By steps that are fewer, whose own speed-ups are 2 over one way and 4 over the other, of 1.5 and 3 in all."""
+    every = Schemes(*(measured(us=[us] * 3) for us in (1500.0, 3000.0, 1000.0)))
+
+    def compared(schemes, steps):
+        assert steps == Steps(2, 2)
+        profile = schemes.ours.job.profile
+        slow = profile.network.link_gb_per_s / H100.network.link_gb_per_s
+        factor = profile.forward.tile / H100.forward.tile if profile.name == H100.name else 5
+        return Schemes(*(measured(us=[slow * factor * us] * 3) for us in (2000.0, 4000.0)), measured(us=[1000.0] * 3))
+
+    monkeypatch.setattr(report, "compared", compared)
+    found = {each.what: (each.plain, each.thd) for each in readings(every, 0.1, 2)}
+    factors = {f"attention takes {factor:.2f} times as long": factor for factor in (math.exp(-0.1), math.exp(0.1))}
+    others = {"h100-cudnn-2025", "h100-fa2", "h100-fa3"}
+    factors |= {"half the bandwidth between nodes": 0.5} | {f"kernels of {name}": 5 for name in others}
+    assert found == {what: pytest.approx((1.5 * factor, 3 * factor)) for what, factor in factors.items()}
+    assert not any(each.what.startswith("attention") for each in readings(every, None, 2))
+    mine = replace(H100, name="mine")
+    other = [replace(each, scheme=each.scheme._replace(job=replace(each.scheme.job, profile=mine))) for each in every]
+    assert [each.what for each in readings(Schemes(*other), None, 2)] == ["half the bandwidth between nodes"]
+
+
+def test_what_assumptions_and_attention_across_documents_change_is_said(data):
+    given = report_of(setup(JOB, "--wlb-micro-batches 4 --data-path", data), 1.2)
+    base = [SimpleNamespace(us_per_token=us) for us in (1.5, 1.2, 1.0)]
+    told = [Reading("kernels of x", 1.1, 0.9), Reading("half", 1.9, 1.3)]
+    given = given._replace(schemes=Schemes(*base), readings=told)
+    assert _least_and_most(given, thd=True) == (0.9, 1.3) and _least_and_most(given, thd=False) == (1.1, 1.9)
+    assert _least_and_most(given, "kernels", thd=True) == (0.9, 1.2)
+    (over,) = _across(given)
+    assert "Over the run as it is, whose attention crosses documents: 1.50 times." in over and "brings 1.25." in over
+    for us, better in ((0.97, True), (0.99, False)):
+        slower = given._replace(schemes=Schemes(SimpleNamespace(us_per_token=us), *base[1:]))
+        assert any("better off without --wlb" in each for each in _across(slower)) == better
+    error = {"forward": {"held_out_median": 0.01, "held_out_p90": 0.2, "by": {"error_median": 0.3, "error_p90": 0.4}}}
+    assert [*_errors_of(error)] == ["forward: median 1.0%, p90 20.0%", "forward, by: median 30.0%, p90 40.0%"]
+
+
+def test_bars_show_the_largest_and_for_how_much_longer_others_wait():
+    axes = Figure().subplots()
+    values = np.array([*[1.0] * 18, 5.0, 1.0])
+    page._bars(axes, values, 2.0, "title")
+    *bars, excess = axes.patches
+    assert [bar.get_height() for bar in bars] == [1.0] * 15 + [2.0] and axes.get_title("left") == "title (16 of 20)"
+    assert (excess.get_y(), excess.get_height(), excess.get_x() + excess.get_width() / 2) == (2, 3, 18)
+
+
+@pytest.mark.parametrize(("last", "spans"), [(100.0, [(0, 2), (2, 3)]), (4.0, [(0, 2), (2, 2)]), (2.0, [(0, 2)])])
+def test_passes_are_drawn_as_long_as_they_take_up_to_the_end_of_the_picture(last, spans):
+    axes = Figure().subplots()
+    timeline = run(Schedule(num_stages=1, micro_batches_per_rank=1), np.full((1, 1, 1), 2e6), np.full((1, 1, 1), 3e6))
+    page._timeline(axes, timeline, last * 1e6)
+    drawn = [box for paths in axes.collections for box in (path.get_extents() for path in paths.get_paths())]
+    assert [(box.x0, box.width) for box in drawn] == spans and axes.patches[0].get_width() == last
