@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_wlb.adapter import data, digest, loss, training
 from megatron_wlb.hardware.profile import KernelModel
+from megatron_wlb.plan.mock import FINALIZER, GOLDEN
 from megatron_wlb.plan.samples import Windows
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -106,29 +107,124 @@ def test_windows_of_some_layers_leave_keys_to_others(monkeypatch):
     assert given([None, 4]) == given([None, None]) == given([99, 99]) != given([4, 4])
 
 
-def test_it_takes_as_many_operations_as_the_page_says(monkeypatch):
-    """Of a micro-batch on one rank, which is first and last stage."""
-    backend = get_backend("cpu", "cpu", (8, 8))
-    plan = divide(np.array([30, 20, 52]), 1, "per-document", KernelModel(tile_rows=1, launch=0, tile=1, query_tile=0))
-    metadata = ShardMetadata.build(plan, 0, backend.encode, [None], False)
-    rows, weights = len(metadata.positions), torch.ones(102)
-    assert rows == len(weights)
-    args = Namespace(position_embedding_type="rope", wlb_sft=False, sft=False, num_layers=1)
+LENGTHS = [30, 20, 52]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A micro-batch of LENGTHS on one rank, which is first and last stage: arguments, metadata by window, and batch."""
+    backend, args = get_backend("cpu", "cpu", (8, 8)), Namespace(position_embedding_type="rope", wlb_sft=False)
+    args.sft, args.num_layers = False, 1
     for name in ("is_pipeline_first_stage", "is_pipeline_last_stage", "get_context_parallel_world_size"):
         monkeypatch.setattr(digest.mpu, name, lambda **_: 1)
-    for name in ("get_tensor_model_parallel_rank", "get_context_parallel_group"):
+    for name in ("get_tensor_model_parallel_rank", "get_context_parallel_rank", "get_context_parallel_group"):
         monkeypatch.setattr(digest.mpu, name, lambda: 0)
     for name, value in {"get_args": args, "get_attr_wrapped_model": None, "keys_before": [None]}.items():
         monkeypatch.setattr(digest, name, lambda *_, value=value: value)
-    tokens = torch.zeros(1, rows, dtype=torch.long)
-    given = {"tokens": tokens, "labels": tokens, "positions": metadata.positions, "metadata": metadata}
-    planned, upstream = digest.Planned(args, backend, torch.device("cpu")), digest.Upstream()
-    batch = Namespace(**given, padding=tokens[0] > 0)
+    monkeypatch.setattr(digest, "get_tokenizer", lambda: Namespace(pad=3))
+    kernel = KernelModel(tile_rows=1, launch=0, tile=1, query_tile=0)
+
+    def given(window=None):
+        plan = divide(np.array(LENGTHS), 1, "per-document", kernel)
+        metadata = ShardMetadata.build(plan, 0, backend.encode, [window], False)
+        tokens, labels = torch.randint(9, (2, 1, 102), generator=torch.Generator().manual_seed(0))
+        rows = {"tokens": tokens, "labels": labels, "positions": torch.arange(102) + 7, "metadata": metadata}
+        return Namespace(**rows, padding=torch.arange(102) >= 95)
+
+    return Namespace(args=args, planned=digest.Planned(args, backend, torch.device("cpu")), given=given)
+
+
+def signed(x):
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def mixed(x):
+    x = signed(x + GOLDEN)
+    for shift, factor in FINALIZER:
+        x = signed((x ^ x >> shift) * factor)
+    return x ^ x >> 31
+
+
+def hashed(tokens, positions, window):
+    """Hashes of rows, one after the other: of a token, its position, and the sum of those that it sees."""
+    for rows in np.split(np.arange(sum(LENGTHS)), np.cumsum(LENGTHS)[:-1]):
+        keys = [mixed(tokens[i] << 32 ^ positions[i]) for i in rows]
+        for i, key in enumerate(keys):
+            yield mixed(key ^ signed(sum(keys[0 if window is None else max(0, i - window) : i + 1])))
+
+
+@pytest.mark.parametrize("order", [None, lambda rows: torch.arange(rows).flip(0)])
+@pytest.mark.parametrize(("window", "learned", "sft"), [(None, False, False), (4, False, True), (None, True, False)])
+def test_a_digest_by_hand(window, learned, sft, order, alone):
+    """Of the rows in any order; padding counts for nobody, and pad tokens not where conversations have them."""
+    batch, turned = alone.given(window), slice(None) if order is None else order(102)
+    alone.args.position_embedding_type, alone.args.wlb_sft = "learned_absolute" if learned else "rope", sft
+    positions = batch.positions if learned else batch.metadata.positions
+    hashes = [*hashed(batch.tokens[0].tolist(), positions.tolist(), window)]
+    spare = batch.padding | (batch.tokens[0] == 3) & sft
+    weights = torch.rand(102, generator=torch.Generator().manual_seed(1)).masked_fill(batch.padding, 0)
+    batch.tokens, batch.labels = batch.tokens[:, turned], batch.labels[:, turned]
+    labels, batch.positions, batch.padding = batch.labels[0], batch.positions[turned], batch.padding[turned]
+    trained = alone.planned.given(batch, None, order)
+    assert int(alone.planned.part) == signed(
+        sum(h for h, skipped in zip(hashes, spare.tolist(), strict=True) if not skipped)
+    )
+    before, factors = int(alone.planned.part), digest._factors(weights).tolist()
+    assert [factor != 0 for factor in factors] == (weights != 0).tolist() and len({*factors}) == 96
+    trained(weights[turned])
+    labels = labels.flip(0) if order is not None else labels
+    targets = sum(mixed(h ^ label) * factor for h, label, factor in zip(hashes, labels.tolist(), factors, strict=True))
+    assert int(alone.planned.part) == signed(before + targets)
+
+
+@pytest.mark.parametrize(("first", "last", "rank"), [(1, 0, 0), (0, 1, 0), (0, 0, 0), (1, 1, 1)])
+def test_one_rank_of_a_stage_counts_what_the_stage_has(first, last, rank, alone, monkeypatch):
+    for name, value in (("first", first), ("last", last)):
+        monkeypatch.setattr(digest.mpu, f"is_pipeline_{name}_stage", lambda value=value, **_: value)
+    monkeypatch.setattr(digest.mpu, "get_tensor_model_parallel_rank", lambda: rank)
+    trained = alone.planned.given(alone.given(), None, None)
+    assert (trained is not None, bool(alone.planned.part)) == (last and not rank, first and not rank)
+
+
+@pytest.mark.parametrize(("sft", "targets"), [(False, [3, 2]), (True, [1, 4])])
+def test_means_are_over_the_targets_of_context_parallel_ranks(sft, targets, alone, monkeypatch):
+    """Of upstream's, each of which has the same two pieces of the window, or of every conversation."""
+    monkeypatch.setattr(digest.mpu, "get_context_parallel_world_size", lambda: 2)
+    alone.args.sft, upstream = sft, digest.Upstream()
+    tokens, mask = torch.arange(8)[None], torch.tensor([[1.0, 1, 1, 0, 0, 1, 1, 0]])
+    bounds = {"cu_seqlens": torch.tensor([[0, 4, 8]], dtype=torch.int32)} if sft else {}
+    upstream._add({"tokens": tokens, "labels": tokens, "loss_mask": mask} | bounds)
+    assert upstream._means[0][1].tolist() == targets
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"), [({}, 1), ({"last": 0}, 0), ({"rank": 1}, 0), ({"training": False}, 0), ({"data": None}, 0)]
+)
+def test_data_are_seen_once_where_they_are_trained(changes, seen, alone, monkeypatch):
+    """All context-parallel ranks read them, and of tensor-parallel ranks one."""
+    given = {
+        "last": 1,
+        "rank": 0,
+        "training": True,
+        "data": [{"tokens": torch.zeros(1, 8, dtype=torch.long)}],
+    } | changes
+    monkeypatch.setattr(digest.mpu, "is_pipeline_last_stage", lambda **_: given["last"])
+    monkeypatch.setattr(digest.mpu, "get_context_parallel_rank", lambda: given["rank"])
+    monkeypatch.setattr(digest, "masks_documents", lambda args: False)
+    upstream, model, added = digest.Upstream(), Namespace(training=given["training"]), []
+    upstream._add = added.append
+    read = upstream.watching(lambda data, of: None if data is None else next(data))
+    assert read(None if given["data"] is None else iter(given["data"]), model) is (given["data"] and given["data"][0])
+    assert len(added) == seen
+
+
+def test_it_takes_as_many_operations_as_the_page_says(alone):
+    batch, weights, upstream = alone.given(), torch.ones(102), digest.Upstream()
     with Operations() as ours:
-        planned.given(batch, None, None)(weights)
-    mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
+        alone.planned.given(batch, None, None)(weights)
+    mask = torch.ones(1, 1, 102, 102, dtype=torch.bool).triu(1)
     with Operations() as theirs:
-        upstream._add(given | {"loss_mask": weights[None], "attention_mask": mask})
+        upstream._add(vars(batch) | {"loss_mask": weights[None], "attention_mask": mask})
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert f"{ours.count} operations of at most 24 bytes per token in a micro-batch, {theirs.count} without" in page
 

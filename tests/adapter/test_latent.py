@@ -76,6 +76,10 @@ def _gradients(ours: bool, travels: bool, rope_type: str, q_lora_rank: int | Non
         layer.submodules.self_attention.submodules.core_attention = _Dense
     groups = ProcessGroupCollection.use_mpu_process_groups()
     module = build_module(layer.submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+    if travels:
+        assert module._row_multiple == ranks
+        module._row_multiple, heights = 10, []  # as for FP8, to whose multiples rows are padded
+        module.linear_kv_up_proj.register_forward_pre_hook(lambda _, given: heights.append(len(given[0])))
     hidden = torch.randn(sum(LENGTHS), 1, config.hidden_size).chunk(ranks)[rank].requires_grad_()
     if ours:
         model._follow_positions([SimpleNamespace(modules=module.modules)], max_positions=max(LENGTHS))
@@ -84,6 +88,7 @@ def _gradients(ours: bool, travels: bool, rope_type: str, q_lora_rank: int | Non
     else:
         out = torch.cat([module(x, attention_mask=None)[0] for x in hidden.split(LENGTHS)])
     out.square().sum().backward()
+    assert not travels or {70 // ranks} == {*heights}
     found = {"output": (out.detach(), 0), "hidden": (hidden.grad, 0)}
     for name, weight in module.named_parameters():
         dim = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None

@@ -1,10 +1,12 @@
 """The two ways in, as processes: a script that calls upstream itself, under `megatron_wlb.run`, and our own."""
 
 import argparse
+import ast
 import contextlib
 import importlib
 import inspect
 import os
+import pkgutil
 import re
 import runpy
 import shutil
@@ -17,10 +19,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import router
 from megatron.training import arguments
 
 from megatron_wlb.adapter import script
+from megatron_wlb.adapter.layers.norm import TorchNorm
 from megatron_wlb.adapter.upstream import legacy, scripts
+from megatron_wlb.adapter.upstream.helpers import prebuilt_dataset_helpers
+from megatron_wlb.adapter.upstream.means import means_over
+from megatron_wlb.adapter.upstream.tracker import whole_tracker
+from megatron_wlb.adapter.upstream.versions import Upstream, upstream
 from megatron_wlb.describe.arguments import ARGUMENTS
 from tests.adapter.training import ALGORITHM_1, MODEL, WLB, less
 
@@ -171,6 +180,10 @@ def test_an_error_is_seen_whichever_rank_has_it(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"), script.one_line():
         raise ValueError("no\nfile")
     assert re.fullmatch(r"\S+: error on rank 3: no file\n", capsys.readouterr().err)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit, match="2"), script.one_line():
+        raise ValueError("no file")
+    assert re.fullmatch(r"\S+: error: no file\n", capsys.readouterr().err)
     monkeypatch.delenv("RANK")  # which a launcher may set later
     with pytest.raises(SystemExit, match="2"), script.one_line():
         raise ValueError("no\x1b[31m file")
@@ -286,6 +299,25 @@ def test_what_flags_switch_off_is_said_and_trains(old, new, flags, tmp_path, cap
         check(tmp_path / "pretrain.py", text, **flags)
 
 
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ("args.new and not args.old", False),
+        ("args.old > 2", True),
+        ("args.old > 2 or other", None),
+        ("args.old > args.unknown", None),
+        ("args.words[0]", None),
+        ("len(args.words)", None),
+        ("args.words.pop()", None),
+        ("True", None),
+    ],
+)
+def test_a_condition_holds_by_flags_alone(condition, holds):
+    args = SimpleNamespace(new=None, old=3, words=["a"])
+    test = ast.parse(condition, mode="eval").body
+    assert scripts._holds(test, args) is holds and scripts._holds(test, None) is None and args.words == ["a"]
+
+
 def test_a_script_with_another_model_is_refused():
     with pytest.raises(ValueError, match=r"GPT and hybrid .* has a model of SimpleNamespace; leave"):
         scripts.check_script(SimpleNamespace(), None, None, None)
@@ -295,16 +327,91 @@ def test_a_script_with_another_model_is_refused():
         scripts.check_script(config(hybrid=True), None, None, None)
 
 
-def test_before_019_a_script_that_makes_another_model_is_refused(monkeypatch, capsys):
-    def pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func):
-        model_provider()
+@pytest.mark.parametrize(("per_token", "scale"), [(False, 2 * 2 * 3), (True, 2)])
+def test_before_019_a_script_makes_its_model(per_token, scale, monkeypatch, capsys):
+    """Of GPT alone; upstream counts the tokens of one rank, of as many as divide them, unless the run asked for it."""
+    args = SimpleNamespace(wlb_per_token_loss=per_token, tensor_model_parallel_size=2, context_parallel_size=3)
+    run, made = SimpleNamespace(installed=contextlib.nullcontext, dataset_provider="data", forward_step="step"), []
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    monkeypatch.setattr(router.MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    constructor, set_scale = GPTModel.__init__, router.MoEAuxLossAutoScaler.set_loss_scale
 
-    call = inspect.signature(pretrain).bind(None, lambda: torch.nn.Linear(1, 1), None)
-    training = SimpleNamespace(installed=contextlib.nullcontext, dataset_provider=None, forward_step=None)
-    monkeypatch.setattr("megatron.training.get_args", lambda: SimpleNamespace(wlb_per_token_loss=True))
+    def pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func):
+        assert (train_valid_test_dataset_provider, forward_step_func) == ("data", "step")
+        assert GPTModel.__init__ is not constructor
+        router.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(2.0))
+        return model_provider(4, vp_stage=1)
+
+    def call(model):
+        provider = lambda *given, **named: made.append((given, named)) or model  # noqa: E731
+        return legacy.pretrain(pretrain, inspect.signature(pretrain).bind(None, provider, None), start)
+
+    def start():
+        assert args.dataloader_inter_document_masking is False
+        return run
+
+    gpt = object.__new__(GPTModel)
+    assert call(gpt) is gpt and made == [((4,), {"vp_stage": 1})]
+    assert router.MoEAuxLossAutoScaler.main_loss_backward_scale == scale
     with pytest.raises(SystemExit, match="2"):
-        legacy.pretrain(pretrain, call, lambda: training)
+        call(torch.nn.Linear(1, 1))
     assert "GPT and hybrid models, and this script has a model of Linear; leave" in capsys.readouterr().err
+    assert (GPTModel.__init__, router.MoEAuxLossAutoScaler.set_loss_scale) == (constructor, set_scale)
+
+
+def test_before_019_a_model_is_built_by_adapted_specs(monkeypatch):
+    """Of its layers and of those for multi-token prediction, for its stage; hooks run once it is there."""
+    inner, config, calls = SimpleNamespace(mtp_model_layer="inner"), SimpleNamespace(transformer_impl="local"), []
+    block = SimpleNamespace(layer_specs=[SimpleNamespace(submodules=inner)])
+
+    def configure(chunk):
+        assert chunk.transformer is config and chunk.transformer_layer_spec(config) == "spec"
+        chunk.transformer_layer_spec = lambda *given: given
+        chunk.pre_wrap_hooks.append(lambda chunks: calls.append(chunks))
+
+    def constructor(self, config, transformer_layer_spec, vocabulary, mtp_block_spec=None, vp_stage=None):
+        calls.append((transformer_layer_spec, vocabulary, mtp_block_spec, vp_stage))
+
+    monkeypatch.setattr("megatron_wlb.adapter.layers.adapt", lambda *given, **how: calls.append((given, how)))
+    training = SimpleNamespace(configure=configure, attention="options")
+    legacy._built(training)(constructor)("model", config, "spec", 99, mtp_block_spec=block, vp_stage=1)
+    adapted = (("inner", config), {"options": "options"})
+    assert calls == [adapted, ((config, 1), 99, block, 1), ["model"]]
+    assert inner.enorm is inner.hnorm is inner.layer_norm is TorchNorm
+    legacy._built(training)(constructor)("model", config, "spec", 99)
+    assert calls[3:] == [((config, None), 99, None, None), ["model"]]
+
+
+def test_the_note_of_the_latest_checkpoint_changes_at_once(tmp_path, monkeypatch):
+    """Any other file is opened as upstream does, and the note to read it, or in object storage."""
+    owner, name = upstream().tracker
+    owner = pkgutil.resolve_name(owner)
+    monkeypatch.setattr(owner, name, lambda path, mode="r", **how: contextlib.nullcontext((str(path), mode, how)))
+    note = tmp_path / "latest_checkpointed_iteration.txt"
+    note.write_text("1")
+    with whole_tracker():
+        with getattr(owner, name)(note, "w") as file:
+            file.write("2")
+            assert note.read_text() == "1"
+        assert note.read_text() == "2"
+        for given in ((str(note), "r"), (str(tmp_path / "other.txt"), "w"), (f"s3://bucket/{note.name}", "w")):
+            with getattr(owner, name)(*given, encoding="utf-8") as found:
+                assert found == (*given, {"encoding": "utf-8"})
+    assert getattr(owner, name)(note, "w").enter_result[1] == "w"
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_helpers_are_compiled_unless_they_are_there(built, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "it" if built else None)
+    monkeypatch.setitem(sys.modules, "made_up", made_up := SimpleNamespace(compile_helpers=lambda: "compiled"))
+    with prebuilt_dataset_helpers("made_up"):
+        assert made_up.compile_helpers() == (None if built else "compiled")
+    assert made_up.compile_helpers() == "compiled"
+
+
+def test_losses_of_layers_are_logged_as_means_over_windows():
+    report = means_over(lambda: 2.5)(lambda step, loss_scale, *, name="loss": (step, loss_scale, name))
+    assert report(3, 4.0) == (3, 10.0, "loss") and report(3, loss_scale=2.0, name="z") == (3, 5.0, "z")
 
 
 @pytest.mark.parametrize(
@@ -323,6 +430,70 @@ def test_memory_segments_expand_unless_the_user_says_otherwise(monkeypatch, give
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     script.before_megatron()
     assert ("PYTORCH_CUDA_ALLOC_CONF" in environment) == expands
+
+
+@pytest.mark.parametrize(
+    ("words", "trains"),
+    [
+        *(
+            (words, True)
+            for words in ("--distributed-backend gloo", "--distributed-backend=gloo --wlb", "-h", "--help")
+        ),
+        *((words, False) for words in ("--wlb", "--distributed-backend nccl", "--distributed-backend glooey")),
+    ],
+)
+def test_without_a_gpu_only_gloo_trains(words, trains, monkeypatch):
+    installed = []
+    monkeypatch.setattr("megatron_wlb.adapter.cpu.install", lambda: installed.append(1))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split()])
+    with contextlib.nullcontext() if trains else pytest.raises(ValueError, match="torch sees no GPU on this machine"):
+        script.before_megatron()
+    assert bool(installed) == trains
+
+
+def test_before_019_our_script_trains_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(script, "upstream", lambda: Upstream(passes_functions=True))
+    with pytest.raises(SystemExit, match="2"):
+        script.train()
+    assert "before megatron-core 0.19 a model is made by a checkout's script alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("sharded", ["use_torch_fsdp2", "use_megatron_fsdp", None])
+def test_arguments_are_set_then_checked(sharded, old, monkeypatch):
+    """What is set is said first; with FSDP, which it switches off, the variable that upstream then demands is set."""
+    args, calls, said = SimpleNamespace(use_torch_fsdp2=False, use_megatron_fsdp=False), [], ["said"]
+    vars(args).update({sharded: True} if sharded else {})
+
+    def adapted(args, given):
+        calls.append(("adapt", given))
+        args.use_torch_fsdp2 = args.use_megatron_fsdp = False
+        return SimpleNamespace(lines=lambda: ["on", "sets"])
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setattr(script, "adapt", adapted)
+    monkeypatch.setattr(script, "upstream", lambda: Upstream(passes_functions=old))
+    monkeypatch.setattr(legacy, "check", lambda args: calls.append("legacy"))
+    monkeypatch.setattr("megatron_wlb.adapter.jobs.check", lambda args: calls.append("check"))
+    script._finish_arguments(args, {"lr"}, said)
+    assert calls == ["legacy"] * old + [("adapt", {"lr"}), "check"] and said == ["on", "sets", "said"]
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == ("1" if sharded else "8")
+
+
+@pytest.mark.parametrize("wlb", [False, True])
+def test_flags_of_a_checkpoint_are_finished_once_without_its_dropout(wlb, monkeypatch):
+    """Upstream loads them from two checkpoints, one after the other."""
+    finished, args = [], SimpleNamespace(attention_dropout=0.1, wlb=wlb)
+    monkeypatch.setattr(script, "_finish_arguments", lambda *given: finished.append(given))
+
+    def load(args, load_arg, **options):
+        args.attention_dropout = 0.3
+        return load_arg, options
+
+    wrapped = script._wrap_load_args(load, {"lr"}, said := [])
+    assert wrapped(args, load_arg="pretrained_checkpoint", exit=1) == ("pretrained_checkpoint", {"exit": 1})
+    assert not finished and wrapped(args) == ("load", {})
+    assert finished == [(args, {"lr"}, said)] * wlb and args.attention_dropout == (0.1 if wlb else 0.3)
 
 
 @pytest.mark.each_version
@@ -345,7 +516,8 @@ def test_an_argument_that_has_no_row_is_said_where_it_is_set(monkeypatch):
         args.rank = 0
         return args
 
-    monkeypatch.setattr(script, "_finish_arguments", lambda args, given, said: None)
+    finished = []
+    monkeypatch.setattr(script, "_finish_arguments", lambda args, given, said: finished.append(given))
     for words, flags in (
         ("", ""),
         ("--of-tomorrow 3", ""),
@@ -354,3 +526,11 @@ def test_an_argument_that_has_no_row_is_said_where_it_is_set(monkeypatch):
         monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--wlb", "--lr", "1", *words.split()])
         script._wrap_parse_args(parse, set(), said := [])()
         assert said == ([f"> wlb: unknown to this release; trained as Megatron would: {flags}"] if flags else [])
+    assert finished == [{"wlb", "lr", *more} for more in ((), ("of_tomorrow",), ("of_tomorrow", "old_way"))]
+    monkeypatch.setattr(
+        "sys.argv", ["pretrain_gpt.py", "--wlb", "--use-checkpoint-args", "--dataloader-type", "single"]
+    )
+    args = script._wrap_parse_args(parse, set(), [])()
+    assert (args.wlb_dataloader_type, args.dataloader_type, len(finished)) == ("single", "external", 3)
+    args = script._wrap_parse_args(parse, set(), [])(ignore_unknown_args=True)  # upstream looks ahead for a few flags
+    assert args.dataloader_type == "single" and len(finished) == 3
