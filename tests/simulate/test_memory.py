@@ -245,7 +245,9 @@ def test_offloaded_layers_are_not_counted():
 
 
 def peak(given, tokens):
-    return max(peak_bytes(given, stage, tokens) for stage in range(given.parallel.pp))
+    fullest = max(peak_bytes(given, stage, tokens) for stage in range(given.parallel.pp))
+    assert peak_bytes(given, max_tokens=tokens) == fullest
+    return fullest
 
 
 def check_largest(given, budget):
