@@ -478,13 +478,12 @@ class Job:
 
     def layers_by_kind(self) -> np.ndarray:
         """Return `layers` of every kind, int64 [kinds, pp, vpp], in the order of `ModelShape.kinds`."""
-        stages, kinds = self.decoder_layers().T, np.array(list(self.model.layer_kinds))
+        stages, kinds = self.decoder_layers().T, np.array(self.model.layer_kinds)
         ends, found = np.cumsum(stages).reshape(stages.shape), []
         for kind in self.model.kinds:
             counts = np.append(0, np.cumsum(kinds == kind))
             found.append(counts[ends] - counts[ends - stages])
-            # Megatron numbers layers of depths from 1 again.
-            found[-1][-1, -1] += (np.resize(kinds, self.model.depths) == kind).sum()
+            found[-1][-1, -1] += self.model.depth_kinds.count(kind)
         return np.array(found).swapaxes(1, 2)
 
     def to_json(self) -> dict[str, Any]:

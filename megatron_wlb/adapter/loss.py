@@ -20,7 +20,7 @@ def weights(counts: np.ndarray, windows: int | None, *, per_token: bool) -> np.n
     size = len(counts) if windows is None else windows
     targets = np.add.reduceat(counts, np.arange(0, len(counts), size), axis=0).astype(float)
     total, means = targets[:, :1], targets
-    if not per_token and windows is not None:
+    if not per_token:
         total, means = total.sum(), len(targets) * targets  # divided once, so that a digest has the same weights
     return np.divide(total, means, out=np.zeros_like(targets), where=targets > 0).T.astype(np.float32)
 

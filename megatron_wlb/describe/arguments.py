@@ -194,6 +194,7 @@ class MegatronArguments:
     moe_router_num_groups: Count | None = None
     moe_router_group_topk: Count | None = None
     moe_ffn_hidden_size: Count | None = None
+    moe_layer_freq: tuple[int, ...] | str | None = None
     moe_shared_expert_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     moe_token_dispatcher_type: Annotated[str, Meta(pattern="^(allgather|alltoall|flex)$")] | None = _row(None, SET)
     moe_flex_dispatcher_backend: str | None = None
@@ -601,7 +602,6 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
         ),
     ),
     **_each("moe_hybridep_pad_uneven_dispatch_inputs", SET),
-    **_each("moe_layer_freq", Simulated((1,))),
     **_each(
         "moe_pad_expert_input_to_capacity",
         Off(

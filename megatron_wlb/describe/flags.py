@@ -145,5 +145,5 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
-        except ValueError:
+        except (TypeError, ValueError):
             action.help = (action.help or "").replace("%", "%%")

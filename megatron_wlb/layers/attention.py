@@ -69,7 +69,7 @@ class Attention(Part):
             return {}
         has = [1] * len(kinds) if frequency is None else chosen("--window-attn-skip-freq", frequency, len(kinds))
         pairs = zip(kinds, has, strict=True)
-        return {"window": window, "pattern": "".join(WINDOWED if k == FULL and each else k for k, each in pairs)}
+        return {"window": window, "pattern": [k.replace(FULL, WINDOWED) if each else k for k, each in pairs]}
 
     def kept(self, job: Job) -> dict[str, Tensor]:
         model, tp = job.model, job.parallel.tp

@@ -21,7 +21,8 @@ from megatron_wlb.layers.part import (
     pads_rows,
     without,
 )
-from megatron_wlb.model import EXPERTS
+from megatron_wlb.layers.pattern import chosen
+from megatron_wlb.model import EXPERTS, MLP
 
 _NCCLEP = "ncclep sizes its buffers by the first micro-batch, and micro-batches vary in length"
 _OF_NCCLEP = {"moe_expert_rank_capacity_factor": None} | without("moe_ncclep_static_shape", "moe_ncclep_zero_copy")
@@ -54,6 +55,13 @@ def dispatcher_of(a: Any) -> str:
     """Return the dispatcher of tokens that runs with --wlb in the place of `a`'s, see `Job.moe_dispatcher`."""
     runs = a.moe_flex_dispatcher_backend != "ncclep" or has_hybridep()
     return "flex" if a.moe_token_dispatcher_type == "flex" and runs else "alltoall"
+
+
+def _have_experts(frequency: tuple[int, ...] | str, count: int) -> list[int]:
+    """Return 1 or 0 for every layer, by N or a list: the first of every N has 1. Raises ValueError."""
+    if (text := str(frequency)).isdecimal() and int(text):
+        return [int(i % int(text) == 0) for i in range(count)]
+    return chosen("--moe-layer-freq", frequency, count)
 
 
 def has_hybridep() -> bool:
@@ -157,12 +165,20 @@ class Experts(Mlp):
     def sizes(self, a: Any, sizes: dict[str, Any]) -> dict[str, Any]:
         if EXPERTS in sizes["pattern"] and not a.num_experts:
             raise ValueError("--hybrid-layer-pattern has E without --num-experts; give both or none")
-        known = sizes.get("moe_router_topk") and a.moe_ffn_hidden_size is None
-        if (a.num_experts or 0) < (1 if a.hybrid_layer_pattern else 2) or known:
+        kinds, named = sizes["pattern"], sizes.get("moe_router_topk")
+        few = (a.num_experts or 0) < (1 if a.hybrid_layer_pattern else 2)
+        if few and not named:
             return {}
+        if a.moe_layer_freq is not None and not a.hybrid_layer_pattern:
+            has = _have_experts(a.moe_layer_freq, len(kinds))
+            kinds = [kind[0] + MLP * (not each) for kind, each in zip(kinds, has, strict=True)]
+        if few or (named and a.moe_ffn_hidden_size is None):
+            return {"pattern": kinds}
         dense, shared = sizes["ffn_hidden_size"], a.moe_shared_expert_intermediate_size or 0
         routed = a.moe_router_topk * (a.moe_ffn_hidden_size or dense)
-        beside = {"dense_ffn_hidden_size": dense} if a.hybrid_layer_pattern else {}
+        beside = {"pattern": kinds}
+        if a.hybrid_layer_pattern or MLP in "".join(kinds):
+            beside["dense_ffn_hidden_size"] = dense
         experts = {"num_experts": a.num_experts or 0, "shared_ffn_hidden_size": shared}
         if a.moe_router_group_topk:
             experts |= {name: getattr(a, name) or 1 for name in ("moe_router_num_groups", "moe_router_group_topk")}

@@ -171,7 +171,7 @@ def _layer_times(
         attention, exchange = _attention(job, shards, model.window_by_kind[kind])
         again = attention_of(model).expands_us(job) * tokens
     else:
-        none, moving = np.zeros((len(tokens), job.parallel.cp)), parts[kind].moving(job, tokens)
+        none, moving = np.zeros((len(tokens), job.parallel.cp)), parts[kind[0]].moving(job, tokens)
         attention, exchange, again = (none, none), (moving, moving), np.zeros_like(tokens)
     linear = every.forward + bound[0] + added[0], every.backward + bound[1] + again + added[1]
     # The partner of a pass may be any other micro-batch of the rank.

@@ -32,12 +32,15 @@ from megatron_wlb.adapter.upstream.versions import check_version
 from megatron_wlb.describe.arguments import MegatronArguments, Refused, rows
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import Description, bytes_of
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.megatron import MegatronPacking
 from megatron_wlb.plan.samples import windows
 from megatron_wlb.simulate.memory import DEVICE_SHARE
 from tests.adapter.datasets import write_lengths
 from tests.adapter.specs import DOUBTFUL
 from tests.adapter.training import MODEL, VPP2, less, train
 from tests.cli.analyses import run
+from tests.jobs import job
 
 
 @pytest.fixture
@@ -84,6 +87,14 @@ def test_refused(flags, parse):
         jobs.check(args)
     assert "--" in str(error.value)
     assert not torch.distributed.is_initialized()
+
+
+def test_without_a_batch_size_every_data_parallel_rank_has_a_window(parse):
+    """As upstream has it; not one of each GPU."""
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --wlb-micro-batches"
+    jobs.check(parse(*flags.split(), "6", model=less(MODEL, "--global-batch-size"), world_size=12))
+    with pytest.raises(ValueError, match="8 micro-batches per step cannot be shared by 3 data-parallel"):
+        jobs.check(parse(*flags.split(), "8", model=less(MODEL, "--global-batch-size"), world_size=12))
 
 
 def test_a_hybrid_stack_with_a_core_attention_of_its_own_is_refused():
@@ -142,6 +153,32 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     assert free.schedule().group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
     short = replace(free, parallel=replace(free.parallel, group_size=2))  # as where memory is tight
     assert jobs.evaluation_job(free, args).schedule().group == jobs.evaluation_job(short, args).schedule().group == 4
+
+
+@pytest.mark.parametrize(("whole", "windows"), [(False, 8), (True, 4)])
+def test_evaluation_is_megatrons_sample_by_sample(whole, windows):
+    """With --full-validation upstream's micro-batches are of one window."""
+    args = {"eval_global_batch_size": 8, "wlb_eval_windows_per_micro_batch": 2, "full_validation": whole}
+    given = job(pp=2, vpp=2, num_micro_batches=6, max_tokens=99, packing=AdaptivePacking())
+    expected = {"parallel": replace(given.parallel, group_size=2), "packing": MegatronPacking()}
+    found = jobs.evaluation_job(given, SimpleNamespace(microbatch_group_size_per_vp_stage=2, **args))
+    assert found == replace(given, **expected, global_batch_size=windows, num_micro_batches=windows)
+
+
+@pytest.mark.parametrize(
+    ("count", "schedule", "budget", "chosen"),
+    [("auto", None, 2.0, True), ("auto", None, None, False), (8, None, 2.0, None), ("auto", "0:4", 2.0, None)],
+)
+def test_the_number_is_chosen_by_the_data_that_are_left(count, schedule, budget, chosen, monkeypatch):
+    """As far as memory is known, if nothing else says it."""
+    asked = []
+    monkeypatch.setattr(jobs, "predictions", lambda *given, **how: asked.append((*given, how)) or ("best", ["tried"]))
+    described = SimpleNamespace(job=lambda: "first", budget=budget, settings=SimpleNamespace(micro_batches=count))
+    args = SimpleNamespace(step_batch_size_schedule=schedule, seq_length=64)
+    found = jobs.best_job(args, described, SimpleNamespace(samples="samples", first_sample=40))
+    assert found == (("first", []) if chosen is None else ("best", ["tried"]))
+    how = {"memory_known": chosen, "first_sample": 40}
+    assert asked == ([] if chosen is None else [("first", described.job, "samples", how)])
 
 
 @pytest.mark.parametrize(
@@ -207,6 +244,8 @@ def test_replacing_a_name_that_upstream_moved_fails():
 
     original = training.training_log
     replace("training_log", ("loss_dict",))
+    with pytest.raises(ZeroDivisionError), replaced(training, "training_log", lambda original: None, ()):
+        raise ZeroDivisionError
     assert training.training_log is original
     with pytest.raises(RuntimeError, match="no_such_function does not exist"):
         replace("no_such_function", ())

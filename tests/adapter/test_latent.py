@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from tests.worlds import run_world
@@ -29,8 +30,11 @@ class _Dense(torch.nn.Module):
         return out.transpose(0, 1).reshape(len(query), 1, -1)
 
 
-def _both(rope_type: str, q_lora_rank: int | None):
-    """Output and gradients of the hidden states, ours of all rows and upstream's document by document."""
+def _gradients(ours: bool, travels: bool, rope_type: str, q_lora_rank: int | None, recompute: dict):
+    """Output, and gradients of the hidden states and the weights: a rank's, and how ranks have parts of them.
+
+    `ours` of all rows, with latents that travel or without; upstream's document by document.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -43,13 +47,17 @@ def _both(rope_type: str, q_lora_rank: int | None):
     from megatron_wlb.runtime.metadata import ShardMetadata
     from tests.reference.chunks import per_sequence
 
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks, create_gloo_process_groups=False)
+    torch.manual_seed(0)
     config = MLATransformerConfig(
         **SIZES,
+        **recompute,
         num_layers=1,
         hidden_size=32,
         num_attention_heads=4,
         q_lora_rank=q_lora_rank,
+        qk_layernorm=q_lora_rank is not None,
         rope_type=rope_type,
         rotary_scaling_factor=4,
         original_max_position_embeddings=8,
@@ -57,36 +65,59 @@ def _both(rope_type: str, q_lora_rank: int | None):
         add_bias_linear=False,
         use_cpu_initialization=True,
         transformer_impl="local",
+        tensor_model_parallel_size=ranks,
+        sequence_parallel=ranks > 1,
     )
-
-    def built(core_attention):
-        layer = get_gpt_layer_local_spec(multi_latent_attention=True)
-        if core_attention is None:
-            layers.adapt(layer, config, options)
-        else:
-            layer.submodules.self_attention.submodules.core_attention = core_attention
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        return build_module(layer.submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
-
-    options = AttentionOptions(backend=get_backend("cpu", "cpu"))
-    ours, upstreams = built(None), built(_Dense)
-    ours.load_state_dict(upstreams.state_dict())
-    model._follow_positions([SimpleNamespace(modules=ours.modules)], max_positions=max(LENGTHS))
-    hidden = torch.randn(sum(LENGTHS), 1, config.hidden_size, requires_grad=True)
-    metadata = ShardMetadata.build(per_sequence(np.array(LENGTHS), 1), 0, options.backend.encode)
-    packed = model.WlbPackedSeqParams(wlb=metadata)
-    out, _ = ours(hidden, attention_mask=None, packed_seq_params=packed)
-    documents = [upstreams(x, attention_mask=None)[0] for x in hidden.split(LENGTHS)]
-    results = []
-    for module, found in ((ours, out), (upstreams, torch.cat(documents))):
-        weights = [weight for _, weight in sorted(module.named_parameters())]
-        found_gradients = torch.autograd.grad(found.square().sum(), [hidden, *weights])
-        results.append([found.detach(), *found_gradients])
-    return results
+    layer = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=config.qk_layernorm)
+    if ours:
+        options = AttentionOptions(backend=get_backend("cpu", "cpu"), exchanged_before=travels)
+        layers.adapt(layer, config, options)
+    else:
+        layer.submodules.self_attention.submodules.core_attention = _Dense
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    module = build_module(layer.submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+    hidden = torch.randn(sum(LENGTHS), 1, config.hidden_size).chunk(ranks)[rank].requires_grad_()
+    if ours:
+        model._follow_positions([SimpleNamespace(modules=module.modules)], max_positions=max(LENGTHS))
+        metadata = ShardMetadata.build(per_sequence(np.array(LENGTHS), 1), 0, options.backend.encode)
+        out, _ = module(hidden, attention_mask=None, packed_seq_params=model.WlbPackedSeqParams(wlb=metadata))
+    else:
+        out = torch.cat([module(x, attention_mask=None)[0] for x in hidden.split(LENGTHS)])
+    out.square().sum().backward()
+    found = {"output": (out.detach(), 0), "hidden": (hidden.grad, 0)}
+    for name, weight in module.named_parameters():
+        dim = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
+        found[name] = weight.grad, "sum" if getattr(weight, "sequence_parallel", False) else dim
+    return found
 
 
-@pytest.mark.parametrize(("rope_type", "q_lora_rank"), [("rope", None), ("yarn", 20)])
-def test_packed_rows_are_documents_by_themselves(rope_type, q_lora_rank):
-    ((ours, upstreams),) = run_world(_both, 1, rope_type, q_lora_rank)
-    for got, want in zip(ours, upstreams, strict=True):
-        assert (got - want).norm() <= 1e-5 * want.norm()
+def merged(parts):
+    tensors, (how, *_) = zip(*parts, strict=True)
+    whole = sum(tensors) if how == "sum" else tensors[0] if how is None else torch.cat(tensors, how)
+    assert how is not None or all(torch.allclose(each, whole) for each in tensors)
+    return whole
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+UP_PROJECTION = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("size", "travels", "rope_type", "q_lora_rank", "recompute"),
+    [
+        (1, False, "rope", None, {}),
+        (1, False, "yarn", 20, {}),
+        (2, False, "rope", 20, {}),
+        (2, True, "rope", None, FULL),
+        (2, True, "yarn", 20, UP_PROJECTION),
+        (2, True, "rope", 20, {}),
+    ],
+)
+def test_packed_rows_are_documents_by_themselves(size, travels, rope_type, q_lora_rank, recompute):
+    """On one rank and on two, which have a share of the rows and of the heads each."""
+    ours = run_world(_gradients, size, True, travels, rope_type, q_lora_rank, recompute)
+    (theirs,) = run_world(_gradients, 1, False, False, rope_type, q_lora_rank, {})
+    assert ours[0].keys() == theirs.keys()
+    for name, (want, _) in theirs.items():
+        got = merged([of_rank[name] for of_rank in ours])
+        assert (got - want).norm() <= 1e-5 * want.norm(), name

@@ -90,6 +90,41 @@ def test_activations_and_gradients_travel_in_groups_of_their_own(rank, posted, m
     }
 
 
+@pytest.mark.parametrize(("size", "backend"), [(2, "nccl"), (4, "ucc")])
+def test_two_stages_have_upstreams_groups(size, backend, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    given = {"group": SimpleNamespace(size=lambda: size), "tensor_send_next": None}
+    assert p2p.by_direction(lambda **rest: rest)(**given) == given
+
+
+@pytest.mark.parametrize(
+    ("shape", "exchange", "overlaps", "more", "pairs"),
+    [
+        ({"cp": 1, "vpp": 1}, "all", False, [], False),
+        ({"cp": 2, "vpp": 1}, "all", True, ["cp"], False),
+        ({"cp": 2, "vpp": 2}, "shared", False, ["cp", "gradients of cp"], False),
+        ({"cp": 1, "vpp": 2}, "shared", True, [], True),
+    ],
+)
+def test_communicators_are_made_before_the_first_step(shape, exchange, overlaps, more, pairs, monkeypatch):
+    """Those that a step uses: of all layers, of some, of context parallelism, and of neighbours among stages."""
+    pp, moved, reduced, posted = SimpleNamespace(size=lambda: 4, rank=lambda: 3), Request(), [], []
+    names = ["tp", "intra_dp_cp", pp, "mp", "intra_dist_opt", "ep"]
+    groups = SimpleNamespace(**{name if isinstance(name, str) else "pp": name for name in (*names, "cp", "tp_cp")})
+    monkeypatch.setattr(p2p.ProcessGroupCollection, "use_mpu_process_groups", lambda: groups)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append(group))
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: 10 * rank)
+    monkeypatch.setattr(p2p, "gradient_group", lambda group: f"gradients of {group}")
+    monkeypatch.setattr(p2p.p2p_communication, "_p2p_ops", lambda **given: posted.append(given) or {"send": moved})
+    job = SimpleNamespace(parallel=SimpleNamespace(**shape), cp_exchange=exchange, overlap_transfers=overlaps)
+    p2p.connect(job, torch.device("cpu"), ["ep"])
+    assert reduced == [*names, *more] and moved.done == bool(posted) == pairs
+    for given in posted:
+        tensors = {name for name, tensor in given.items() if name.startswith("tensor_") and tensor.tolist() == [0]}
+        assert tensors == {"tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"}
+        assert (given["group"], given["prev_pipeline_rank"], given["next_pipeline_rank"]) == (pp, 20, 0)
+
+
 def test_transfers_hide(dataset, monkeypatch, tmp_path):
     """Of training and of evaluation, in a run: upstream receives ahead, something is kept, and nothing at the end.
 

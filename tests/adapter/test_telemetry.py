@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.lengths import f2
@@ -18,11 +19,13 @@ from megatron_wlb import files
 from megatron_wlb.adapter import clock, forecast, report
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.arguments import MegatronArguments
+from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import load_profile, profile_file
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.micro_batches import predictions
+from megatron_wlb.plan.micro_batches import Prediction, predictions
 from megatron_wlb.plan.step import shard_step
+from megatron_wlb.runtime.backends import Choice
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.step import TIME_SHARES, shares, simulate_step
 from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, entries, train
@@ -88,6 +91,12 @@ def test_what_is_predicted_is_net_of_what_is_switched_off(capsys):
         printed = capsys.readouterr().out
         assert ("without CUDA graphs a step takes 1.00 times" in printed) == ("Net: " in printed) == said
         assert printed.count("> wlb: ") == 1
+    data.first_sample = len(data.samples)
+    forecast.tell(given, described, MegatronArguments(), data)
+    assert not capsys.readouterr().out  # there is no step left
+    data.first_sample, data.samples = 0, samples(lengths, context_length=64)
+    forecast.tell(given, described, MegatronArguments(), data)
+    assert "> wlb: its gain is not predicted: the samples have windows of 64 tokens, the" in capsys.readouterr().out
 
 
 def test_what_is_predicted_is_over_megatron_at_its_best_micro_batch_size(capsys):
@@ -245,18 +254,150 @@ def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout):
     assert measured == pytest.approx(predicted, abs=1e-9)
 
 
-def test_passes_are_those_of_the_chunks_that_ran_them(monkeypatch):
-    """Of two micro-batches on the first of two stages, forward chunk by chunk, and backward from the last one."""
-    monkeypatch.setattr(clock.dist, "all_reduce", lambda *given, **options: None)
-    monkeypatch.setattr(clock.dist, "get_world_size", lambda: 2)
+def test_what_is_measured_is_the_mean_over_ranks_of_each_chunk(monkeypatch):
+    """On the first of two stages, forward chunk by chunk, and backward from the last one; a step ends on the last rank.
+
+    Three other ranks have twice the time of this one.
+    """
+    collectives = []
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM):
+        collectives.append(op)
+        tensor.mul_(3) if op == dist.ReduceOp.SUM else tensor.add_(0.5)
+
+    monkeypatch.setattr(clock.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(clock.dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(clock.mpu, "get_pipeline_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(clock, "measured_shares", lambda job, passes, *times: passes)
+    monkeypatch.setattr(clock, "measured_shares", lambda *given: given)
+    monkeypatch.setattr(clock, "_now", iter([7.0, 2.0, 9.0]).__next__)
     watch = clock.Clock()
     watch.begin()
-    watch.measure(job(pp=2, vpp=2, num_micro_batches=2))
+    assert watch.shares(1.0) is None and not collectives  # not measured
+    watch.begin()
+    watch.measure(given := job(pp=2, vpp=2, num_micro_batches=4, dp=2))
     watch._spans["forward"] = [[(0, each)] for each in (1, 2, 10, 20)]
-    watch._spans["backward"] = [[(0, each)] for each in (30, 40, 3, 4)]
-    assert watch.shares(1.0).tolist() == [[[1.5, 15], [0, 0]], [[3.5, 35], [0, 0]]]
+    watch._spans["backward"] = [[(0, each)] for each in (30, 40, 3)] + [[(0, 1), (6, 9)]]
+    watch._spans["exchange"] = [[(0, 1)], [(5, 9)]]
+    of_job, passes, *times = watch.shares(100.0)
+    assert (of_job, times) == (given, [3.75, 7.5, 100.0])
+    assert passes.tolist() == [[[2.25, 22.5], [0, 0]], [[5.25, 52.5], [0, 0]]]
+    assert watch.shares(None) is None and collectives == [dist.ReduceOp.SUM, dist.ReduceOp.MAX] * 2
+    watch.begin()
+    assert watch.shares(1.0) is None
+
+
+def test_times_on_a_gpu_are_those_of_events_that_have_ended(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at, self.ended = next(ticks), False
+
+        def query(self):
+            return self.ended
+
+        def synchronize(self):
+            self.ended = True
+
+        def elapsed_time(self, other):
+            assert other.ended
+            return other.at - self.at
+
+    ticks = iter([500.0, 3000.0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    began, ended = clock._now(), clock._now()
+    assert [clock._seconds(began, ended) for _ in range(2)] == [2.5, 2.5]
+
+
+def reporter(monkeypatch, given=None, rank=1, **changes):
+    """A report of this job on one of two ranks; `changes` are of Megatron's arguments."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    args = {"tensorboard_dir": "board", "tensorboard_log_interval": 4, "wandb_project": "", "log_interval": 3}
+    args = SimpleNamespace(params_dtype=torch.bfloat16, **args | changes)
+    return report.Report(args, RunSettings(log=changes.get("wlb_log")), ["said before"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, [3, 4, 6, 8, 9, 12]),
+        ({"tensorboard_dir": None}, [3, 6, 9, 12]),
+        ({"tensorboard_dir": None, "wandb_project": "mine"}, [3, 4, 6, 8, 9, 12]),
+        ({"wlb_log": "log"}, [*range(1, 13)]),
+    ],
+)
+def test_a_step_is_measured_if_a_line_a_scalar_or_the_log_wants_it(changes, steps, monkeypatch):
+    made = reporter(monkeypatch, **changes)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda wanted, rank: setattr(made, "of", rank))
+    made.begin(None, None, (), None)
+    assert [step for step in range(1, 13) if made._wants(step)] == steps and made.of == 1  # as the last rank has it
+
+
+def test_an_entry_by_hand(monkeypatch):
+    made, rows = reporter(monkeypatch), documents(np.array([4, 6]))
+    rows["arrival"] = (5, 9)
+    plan = SimpleNamespace(step=7, digest=0xAB, tokens=10, work=np.array([2, 4, 6]), original_work=np.array([8, 4]))
+    plan.batch, plan.packed = PackedBatch(documents=rows, bounds=np.array([0, 1, 2])), SimpleNamespace(num_waiting=2)
+    made._job, made._waited = job(dp=2, cp=2), 2.0
+    made._plans = SimpleNamespace(wait_seconds=3.5, gain=lambda of: 1.25 * (of is plan))
+    made._predicted = SimpleNamespace(result=lambda: (2500.0, {"busy": 1.0}))
+    entry = {"step": 8, "plan": "00000000000000ab", "loss": 0.5, "tokens": 10, "num_micro_batches": 3}
+    entry |= {"imbalance_original": 4 / 3, "imbalance": 1.5, "gain_by_work": 1.25, "delay_mean_steps": 0.8}
+    entry |= {"delay_max_steps": 2, "waiting_documents": 2, "step_ms": 500.0, "tokens_per_second_per_gpu": 5.0}
+    entry |= {"plan_wait_ms": 1500.0, "predicted_ms": 2.5, "predicted": {"busy": 1.0}, "measured": MEASURED}
+    assert made._entry(plan, 0.5, 0.5, MEASURED) == entry
+    made._predicted = None
+    again = entry | {"plan_wait_ms": 0.0, "predicted_ms": None, "predicted": None, "measured": None}
+    assert made._entry(plan, 0.5, 0.5, None) == again
+    start, end = (
+        "wlb step      8 | loss 0.500000 | tokens 10 in 3 micro-batches",
+        "waiting 2 documents | tokens/s/GPU 5.0",
+    )
+    middle = " | delay mean 0.80 max 2 steps | "
+    gain = " | predicted by work: 1.250 times as fast as Megatron's windows"
+    shares = " | predicted busy 100 % | measured busy 75, bubble 20, exchange 0, waiting 5 %"
+    assert report.line(entry) == f" {start}{gain}{middle}{end}{shares}"
+    gain = " | predicted by work: no gain over Megatron's windows"
+    assert report.line(again | {"gain_by_work": 0.9996}) == f" {start}{gain}{middle}{end}"
+    assert report.line(again | {"gain_by_work": None}) == f" {start}{middle}{end}"
+
+
+def test_the_start_by_hand(monkeypatch):
+    """Of a profile without the run's precision, then of one without times, by which nothing is foretold."""
+    monkeypatch.setattr(report.memory, "peak_bytes", lambda job, stage: (1 + stage) * 3 * 2**29)
+    shape = {"pp": 2, "vpp": 2, "num_micro_batches": 6, "group_size": 3, "global_batch_size": 4, "max_tokens": 80}
+    timed = job(**shape, packing=AdaptivePacking(), profile=load_profile("a100-fa2"), precision="delayed")
+    data = SimpleNamespace(samples=samples([30] * 40, [60] * 40), first_sample=8, remark="strange")
+
+    def said(given, rank):
+        made = reporter(monkeypatch, rank=rank)
+        made._job, made._tried = given, [Prediction(job(), 1.0, 0.0), Prediction(given, 0.9126, 0.0)]
+        made.start(data, Choice(name="cpu", refused=(("te", "no"),)), "described")
+        assert made._said.pop(0) == "said before"
+        return [line.removeprefix("> wlb: ") for line in made._said], made._forecast
+
+    (warning, *lines), foretold = said(timed, 0)
+    assert warning.startswith("warning: Profile a100-fa2 (NVIDIA A100) has no rate of delayed") and lines == [
+        "strange",
+        "55 samples of 2 datasets, from 8 on; --wlb-packing adaptive into 6 micro-batches per step in groups of 3 for "
+        "4 windows of 64 tokens, S_max 80, crossover 32 tokens, CP sharding auto",
+        "--wlb-micro-batches auto chose 6; predicted time of a step by its micro-batches: 4: 1.000, 6: 0.913",
+        "activations by stage, predicted peak with as many micro-batches of S_max tokens as a rank can hold: 1.50, 3.00"
+        " GiB",
+        "attention backend cpu (te: no), profile a100-fa2 (measured with head size 128, not 16)",
+    ]
+    assert foretold.args[:2] == (timed, "described") and foretold.args[3] is data and said(timed, 1)[1] is None
+    data.remark = ""
+    (first, chosen, *_, last), foretold = said(job(packing=AdaptivePacking()), 0)
+    assert (
+        first.startswith("55 samples")
+        and "in groups" not in first
+        and last == ("attention backend cpu (te: no), profile flops")
+    )
+    assert foretold is None and re.search(r"micro-batches \(assumed to follow work, since profile flops .*\): ", chosen)
 
 
 def test_a_step_is_predicted_with_the_micro_batches_that_its_ranks_have():

@@ -10,6 +10,7 @@ from benchmarks.step_time import CASES, LAYOUTS, REMEMBERED, job_of
 from megatron_wlb.describe import make
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import default_max_tokens
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.layers.latent import LatentAttention
 from megatron_wlb.model import MODELS
@@ -101,7 +102,15 @@ def test_latents_travel_where_they_gain_a_percent(time, chosen, monkeypatch):
     assert make.make_job(model=MODELS["deepseek-v3"], default_profile="h100-fa2", **sizes).cp_exchange == chosen
 
 
-def test_a_job_has_the_sharding_it_is_given():
-    given = Sharding(cp_sharding="per-document")
-    found = make.make_job(model=MODELS["llama2-7b"], context_length=8192, global_batch_size=4, sharding=given)
-    assert found.sharding == given != Sharding()
+def test_what_is_given_counts_before_settings_and_these_before_defaults():
+    def made(**given):
+        sizes = {"context_length": 64, "global_batch_size": 6, "sharding": Sharding(cp_sharding="per-document")}
+        found = make.make_job(model=MODELS["550m"], **sizes, default_profile="a100-fa2", **given)
+        assert found.sharding == sizes["sharding"] != Sharding()
+        return found.num_micro_batches, found.max_tokens, found.profile.name
+
+    settings = PlanSettings(micro_batches=2, max_tokens=256, profile="h100-fa2")
+    fields = {"num_micro_batches": 3, "max_tokens": 512, "profile": load_profile("b200-cudnn-2025")}
+    assert made() == (6, 80, "a100-fa2")
+    assert made(settings=settings) == (2, 256, "h100-fa2")
+    assert made(settings=settings, **fields) == (3, 512, "b200-cudnn-2025")

@@ -168,6 +168,32 @@ def test_backward_of_attention_by_hand(groups, gradients, more):
     assert running_bytes(given, 0) == max(in_mlp, held + more * kv - of_mlp)
 
 
+def test_an_empty_gradient_is_kept_of_every_shape():
+    """Of a square MLP two in all; of experts on fewer tensor-parallel ranks, of their own; of the output layer."""
+    square = replace(GPT3_SHAPE, ffn_hidden_size=12288)
+    experts = replace(GPT3_SHAPE, ffn_hidden_size=8 * 12288, moe_router_topk=2)
+    on_four = {"tp": 4, "etp": 2, "sequence_parallel": True}
+    for model, layout, stage, shapes in (
+        (square, {}, 1, 4 * 12288**2),
+        (square, {"tp": 4}, 7, (3 + 1 + 1) * 12288**2 / 4 + 51200 * 12288 / 4),
+        (experts, on_four, 1, 4 * 12288**2 / 4 + 2 * 8 * 12288**2 / (2 * 2)),
+    ):
+        given = in_parallel(replace(GPT3, model=model), **layout)
+        rotary = 4 * 4096 * 128
+        assert weight_bytes(given, stage) == held_bytes(given)[stage] + rotary + 2 * shapes
+
+
+def test_keys_and_values_arrive_while_an_mlp_goes_back():
+    """If it needs more memory than attention; latents are there, and of core attention that runs again nothing is."""
+    core = Recompute(granularity="selective", modules=("core_attn",))
+    large = [replace(MODELS[name], num_layers=8, ffn_hidden_size=1 << 22) for name in ("llama2-7b", "deepseek-v3")]
+    dense = replace(large[1], moe_router_topk=0, pattern=FULL)
+    latents = {"model": dense, "cp_exchange": "latents"}
+    for changes, arrives in (({}, 2 * 4 * 4 * 256), ({"recompute": core}, 0), ({"cp": 1}, 0), (latents, 0)):
+        given = job(**{"model": large[0], "tp": 8, "cp": 4, "pp": 2} | changes)
+        assert running_bytes(given, 0) == mlp_backward_bytes(given) + arrives
+
+
 @pytest.mark.parametrize(("model", "rotated"), [("llama2-7b", 128), ("deepseek-v3", 64)])
 def test_a_longer_window_adds_a_row_of_the_rotary_table_a_token(model, rotated):
     short, long = (job(model=MODELS[model], context_length=length) for length in (4096, 8192))
@@ -188,7 +214,10 @@ def test_what_attention_keeps_of_latents_by_hand():
     assert shared["kv"] == 2 * keys and shared["latents"] == 2 * (2 * 1536 + 2 * 512) / 8 + 2 * 2 * 2 * 64
     # Backward holds gradients, K and V again, theirs in fp32, and on top runs a kernel with dQ in fp32 of half of Q.
     held, every = row + 2 * (16 * 192 + 16 * 128 + keys), 4 * keys
-    assert attention_backward_bytes(given) == held + 2 * every + 4 * every + (2 + 4) * 16 * 192 / 2 + 2 * every
+    kernel = (2 + 4) * 16 * 192 / 2 + 2 * every
+    assert attention_backward_bytes(given) == held + 2 * every + 4 * every + kernel
+    again = replace(given, recompute=Recompute(granularity="full"))  # all of the layer, with K and V
+    assert attention_backward_bytes(again) == held + 4 * every + kernel
 
 
 def test_recomputed_up_projections_drop_keys_and_values_that_nothing_joins():
@@ -201,6 +230,20 @@ def test_recomputed_up_projections_drop_keys_and_values_that_nothing_joins():
         assert layer_bytes(given) - layer_bytes(less) == freed
         held = attention_backward_bytes(less) - attention_backward_bytes(given)
         assert held == (q + kv if freed > q else 0)
+
+
+def test_dense_layers_of_a_mixture_of_experts_keep_and_weigh_as_those_of_a_dense_model():
+    """Three dense layers before five with experts, of which the first stage of two has one."""
+    dense = replace(GPT3_SHAPE, num_layers=8)
+    experts = {"moe_router_topk": 2, "num_experts": 16, "ffn_hidden_size": 3 * 4096, "dense_ffn_hidden_size": 4 * 12288}
+    model = replace(dense, pattern="*-*-*-*****", **experts)
+    given, alike = (in_parallel(replace(GPT3, model=shape), pp=2) for shape in (model, dense))
+    assert layer_bytes(given, "*-") == layer_bytes(alike) != layer_bytes(given, "*")
+    kept, of_dense = (kept_bytes(each, 0) for each in (given, alike))
+    assert kept - of_dense == layer_bytes(given, "*") - layer_bytes(alike)
+    one, few = model.held_weights_of("*")
+    assert model.held_weights_of("*-") == (12 * 12288**2, 0) == dense.held_weights_of("*")
+    assert gpu_weights(given)[:, 0].tolist() == [3 * 12 * 12288**2 + one + model.vocabulary_weights, few]
 
 
 def test_what_linear_layers_keep_by_hand():

@@ -16,7 +16,7 @@ from megatron_wlb.simulate.recompute import MODULES, ways
 from tests.simulate.shards import FREE, SMALL, job, shards_of
 
 ROWS = np.array([4096.0])
-LATENTS = replace(MODELS["deepseek-v3"], num_layers=4, padded_vocab_size=0)
+LATENTS = replace(MODELS["deepseek-v3"], num_layers=4, pattern="*", padded_vocab_size=0)
 EXPERTS = replace(MODELS["qwen3-30b-a3b"], num_layers=4, padded_vocab_size=0)
 
 

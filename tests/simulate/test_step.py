@@ -83,6 +83,20 @@ def test_gradients_and_the_optimizer_by_hand(backward):
     assert step.time == pytest.approx(end + step.gradients + step.optimizer + step.parameters)
 
 
+def test_weights_of_experts_have_copies_of_their_own():
+    """Four experts on as many of 16 ranks, whose weights four have; all others are on two, and eight have them."""
+    model = replace(SMALL, moe_router_topk=2, num_experts=4)
+    one = job(model=model, tp=2, cp=2, dp=4, ep=4, etp=1)
+    step = simulate_step(one, [shards_of(one, [[100]])] * 4)
+    dense, experts = 8 * 4 * 4096**2 / 2, 8 * 3 * 4096 * 11008 * 4 / 2 / 4
+    assert step.optimizer == pytest.approx((dense / 8 + experts / 4) * 30 / 2700e3)
+    gathered = sum(
+        float(H100_NETWORK.collective("all_gather", 2 * weights, Group(size=size, stride=stride)))
+        for weights, size, stride in ((dense, 8, 2), (experts, 4, 4))
+    )
+    assert step.parameters == pytest.approx(gathered / 10)
+
+
 def test_layers_for_mtp_are_layers():
     """Eight and two on four stages: attention of ten layers, and what is left is the vocabulary's."""
     (one,) = (each for each in JOBS if each.model.mtp_num_layers)
@@ -152,7 +166,8 @@ def test_shards_of_another_layout_are_refused():
 
 def test_the_trace_shows_every_pass():
     one = job(cp=2, pp=2, vpp=2, dp=2)
-    step = simulate_step(one, [shards_of(one, [[6144, 2048], [8192], [2048] * 4, [8192]])] * 2)
+    longer, shorter = [[2048, 6144], [8192], [2048] * 4, [8192]], [[512]] * 4
+    step = simulate_step(one, [shards_of(one, each) for each in (longer, shorter)])
     events = trace_of(step)["traceEvents"]
     names = [(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M"]
     assert names.count(("thread_name", "stage 0")) == 2
