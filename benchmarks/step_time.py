@@ -46,6 +46,7 @@ from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.packing.paper import PaperPacking
+from megatron_wlb.plan.metrics import lateness
 from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
@@ -218,7 +219,7 @@ class Totals(NamedTuple):
 
 
 def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Totals:
-    packer, times, summaries, exchange = Packer(data, job), [], [], 0.0
+    packer, times, exchange, late, tokens = Packer(data, job), [], 0.0, 0, 0
     for _ in range(0 if job.packing.same_steps else WARM_UP):
         packer.next()
     for _ in range(steps):
@@ -227,13 +228,12 @@ def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> To
         lengths = [np.array([each.sum()]) for each in batch.lengths] if across else batch.lengths
         step = simulate_step(job, shard_step(job, lengths, batch.ranks))
         work = documents.sum() if across else job.work(documents).sum()
+        late, tokens = late + lateness(batch, packed.step)[0], tokens + int(documents.sum())
         parts = breakdown(step)
         times.append((step.time, metrics.limit_time(parts), float(work)))
         exchange += parts.exchange
-        summaries.append(metrics.measure(batch, packed.step, job))
     time, limit, work = np.array(times).T
-    late = metrics.summarise(summaries, skip=0)["late_steps"]
-    return Totals(time, limit, work, exchange / time.sum(), late)
+    return Totals(time, limit, work, exchange / time.sum(), late / tokens)
 
 
 def over(ring: Totals, other: Totals, *, same_steps: bool) -> tuple[float, float]:

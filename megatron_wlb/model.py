@@ -404,6 +404,5 @@ MODELS = {
 }
 """llama2-7b, codellama-34b, llama2-70b: published (Touvron et al. 2023, Roziere et al. 2023). llama3-8b, llama3-405b:
 The Llama 3 Herd of Models, table 3. qwen3-30b-a3b, qwen3-235b-a22b: their config.json. deepseek-v2-lite, deepseek-v3:
-their technical reports (2024). The paper does not publish the shapes of 550M
-and 30B. Assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b the layers, width and heads of OPT-30B, both
-LLaMA's feed-forward ratio of 8/3."""
+their technical reports (2024). The paper does not publish the shapes of 550M and 30B. Assumed: 550m has 24 layers of 10
+heads (558 M parameters), 30b the layers, width and heads of OPT-30B, both LLaMA's feed-forward ratio of 8/3."""

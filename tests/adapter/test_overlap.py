@@ -21,12 +21,14 @@ from tests.adapter.training import (
     BY_DOCUMENT,
     CP2,
     EP2,
+    EXPERT_BIAS,
     GQA,
     LATENT,
     LINEAR,
     MOE,
     QUERY_LATENT,
     SELECTIVE,
+    SHARED,
     SINKS,
     TP2,
     VPP2,
@@ -35,13 +37,12 @@ from tests.adapter.training import (
     train,
 )
 from tests.jobs import job
-from tests.upstream.test_same_step import EVALUATE, EXPERT_BIAS, GENTLE, compare, digests, spread
+from tests.upstream.test_same_step import EVALUATE, GENTLE, compare, digests, spread
 
 UNEVEN = "--wlb-micro-batches 11"
 """Which no whole samples fill, as they would on one rank and stage."""
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 LOSSES = "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
-SHARED = "--moe-shared-expert-intermediate-size 64"
 MTP = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5"
 DISTRIBUTED = "--optimizer adam --lr 1e-3 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LATENTS = f"{LATENT} {QUERY_LATENT} {SELECTIVE} core_attn mla_up_proj"

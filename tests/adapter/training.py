@@ -49,6 +49,8 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64"
+SHARED = "--moe-shared-expert-intermediate-size 64"
+EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 LINEAR = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "

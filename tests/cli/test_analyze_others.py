@@ -48,7 +48,7 @@ def test_fewer_layers_on_the_last_stage(tmp_path, data):
     assert layouts_of(again) == [] and other["flag"] not in with_a_flag(setup(words, other["flag"]))
     # Nor where memory is enough for even stages alone.
     ours = setup(words).job
-    enough = max(peak_bytes(ours, stage) for stage in range(2)) / 2**30
+    enough = peak_bytes(ours) / 2**30
     for share, mentioned in ((1.001, False), (2, True)):
         given = setup(words, f"--wlb-memory-budget {share * enough}")
         assert given.job.max_tokens == ours.max_tokens and (other["flag"] in with_a_flag(given)) == mentioned

@@ -202,8 +202,8 @@ def test_keys_and_values_arrive_while_an_mlp_goes_back():
     """If it needs more memory than attention; latents are there, and of core attention that runs again nothing is."""
     core = Recompute(granularity="selective", modules=("core_attn",))
     large = [replace(MODELS[name], num_layers=8, ffn_hidden_size=1 << 22) for name in ("llama2-7b", "deepseek-v3")]
-    dense = {"moe_router_topk": 0, "pattern": "*", "dense_ffn_hidden_size": 0}
-    latents = {"model": replace(large[1], **dense), "cp_exchange": "latents"}
+    dense = replace(large[1], moe_router_topk=0, dense_ffn_hidden_size=0, pattern=FULL)
+    latents = {"model": dense, "cp_exchange": "latents"}
     for changes, arrives in (({}, 2 * 4 * 4 * 256), ({"recompute": core}, 0), ({"cp": 1}, 0), (latents, 0)):
         given = job(**{"model": large[0], "tp": 8, "cp": 4, "pp": 2} | changes)
         assert running_bytes(given, 0) == mlp_backward_bytes(given) + arrives
@@ -303,7 +303,9 @@ def test_offloaded_layers_are_not_counted():
 
 
 def peak(given, tokens):
-    return max(peak_bytes(given, stage, tokens) for stage in range(given.parallel.pp))
+    fullest = max(peak_bytes(given, stage, tokens) for stage in range(given.parallel.pp))
+    assert peak_bytes(given, max_tokens=tokens) == fullest
+    return fullest
 
 
 def check_largest(given, budget):

@@ -12,13 +12,25 @@ from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
 from megatron_wlb.adapter.sources.eod import SAMPLED
 from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index, write_lengths
-from tests.adapter.training import ADAM, CP2, MOE, MTP, PP2, TP2, VPP2, each_version, full, relative_error, train
+from tests.adapter.training import (
+    ADAM,
+    CP2,
+    EXPERT_BIAS,
+    MOE,
+    MTP,
+    PP2,
+    TP2,
+    VPP2,
+    each_version,
+    full,
+    relative_error,
+    train,
+)
 
 LOSS, NORM, PARAMETERS = 1e-6, 1e-5, 1e-5
 GENTLE = "--num-layers 2 --lr 0.05"
 """At which rounding does not grow in a hundred steps."""
 EOD_MASK = "--eod-mask-loss"
-EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 EVALUATE = "--eval-iters 1 --eval-interval 1"
 
 
