@@ -28,21 +28,26 @@ H100 = load_profile("h100-cudnn")
 
 
 def measured(packing=None, us=(2000.0, 4000.0, 9000.0), **changes):
-    """Three steps of 10, 30 and 20 tokens and of as much work, doubled."""
+    """Three steps of 10, 30 and 20 tokens."""
     tokens = np.array([10, 30, 20])
     scheme = Scheme(job(packing=packing or AdaptivePacking(), profile=H100), None)
     sizes = {"counted": 60.0, "late_steps": 0.5, "max_delay_steps": 3, "token_cv": 0.25}
     imbalance = {"work_imbalance": np.array([1.0, 1.5, 2.0])}
-    given = {"scheme": scheme, "samples": [], "us": np.array(us), "tokens": tokens, "work": 2.0 * tokens}
+    given = {
+        "scheme": scheme,
+        "samples": [],
+        "us": np.array(us),
+        "tokens": tokens,
+        "work": np.array([30.0, 50.0, 40.0]),
+    }
     return Measured(**given | sizes | imbalance | changes)
 
 
 def test_times_of_a_scheme_by_hand():
     found = measured()
     assert (found.us_per_token, found.step_ms, found.typical()) == (250, 5, 0)
-    # Deviations from 125 us a unit of work are -500, -3500 and 4000.
-    error = math.sqrt((500**2 + 3500**2 + 4000**2) / 3) * math.sqrt(3) / 120 / 125
-    assert found.relative_error == pytest.approx(error)
+    # Deviations from 125 us a unit of work are -1750, -2250 and 4000.
+    assert found.relative_error == pytest.approx(math.hypot(1750, 2250, 4000) / 120 / 125)
     vars(found)["parts_ms"] = {"linear": 2.0, "bubble": 3.0}
     assert found.us_of("linear", "bubble") == 250 and found.us_of("linear") == 100
     # Of steps of 3 tokens and 12 work by Megatron: 15,000 us for 120 work, that is 3,750 us for 30 of its tokens.
@@ -146,6 +151,9 @@ def test_what_assumptions_and_attention_across_documents_change_is_said(data):
     given = report_of(setup(JOB, "--wlb-micro-batches 4 --data-path", data), 1.2)
     base = [SimpleNamespace(us_per_token=us) for us in (1.5, 1.2, 1.0)]
     told = [Reading("kernels of x", 1.1, 0.9), Reading("half", 1.9, 1.3)]
+    thd, ours = measured(samples=["a", "b"]), measured(us=(9000.0, 4000.0, 2000.0), samples=["c", "d"])
+    assert (thd.typical(), ours.typical()) == (0, 1)
+    assert given._replace(schemes=Schemes(ours, thd, ours)).example(ours) == "c"  # the same step of all
     given = given._replace(schemes=Schemes(*base), readings=told)
     assert _least_and_most(given, thd=True) == (0.9, 1.3) and _least_and_most(given, thd=False) == (1.1, 1.9)
     assert _least_and_most(given, "kernels", thd=True) == (0.9, 1.2)

@@ -91,6 +91,7 @@ def test_ranks_of_too_many_tokens_are_dealt_by_tokens():
         ([160, 120, 50, 32, 13, 9], [[0, 3, 4], [1, 2, 5]]),
     ):
         assert place(work, given, tokens=np.array(tokens)).tolist() == rows
+    assert place(work[::-1], given, tokens=np.array([12, 14, 31, 49, 121, 160])).tolist() == [[1, 2, 5], [0, 3, 4]]
 
 
 @given(
