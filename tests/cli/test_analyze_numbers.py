@@ -14,9 +14,10 @@ from megatron_wlb.cli.analyze.report import Faster, Measured, Others, Ratio, Rea
 from megatron_wlb.cli.analyze.setup import Scheme, Schemes
 from megatron_wlb.cli.analyze.table import _across, _errors_of, _least_and_most
 from megatron_wlb.describe.alternatives import Alternative
+from megatron_wlb.describe.price import SIMULATED, Price
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.megatron import MegatronPacking, without_wlb
 from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import run
@@ -111,6 +112,27 @@ def test_a_way_is_told_if_it_gains_over_its_least_and_two_errors(gain, error, le
     way = Alternative("delay", "--flag", None, least)
     expected = Faster(way, gain, gain * 1.5, 0.5, math.hypot(error * 1.5, gain * 0.1))
     assert others._faster(way) == (expected if told else None)
+
+
+def test_other_ways_are_measured_on_the_first_of_the_steps(monkeypatch):
+    """On no more than were simulated of the run, than their size allows, and than 24; every third is simulated."""
+    monkeypatch.setattr(report, "measure", lambda scheme, steps: SimpleNamespace(at_work_of=lambda thd: (steps, thd)))
+    large = job(num_micro_batches=512, pp=4, vpp=8, cp=2)
+    for described, simulated, expected in ((job(), 50, 24), (job(), 10, 10), (large, 50, 4)):
+        others = Others(None, Schemes(None, "thd", measured(us=[1.0] * simulated)), None, 3)
+        assert others._measure(Scheme(described, None)) == (Steps(3 * expected, expected), "thd")
+
+
+@pytest.mark.parametrize(("source", "balance"), [(SIMULATED, 1.3), ("published", 1.5)])
+def test_balance_is_over_megatron_without_the_features_that_have_a_price(source, balance, monkeypatch):
+    given, price = job(), Price("CUDA graphs", 1.2, source)
+    run = SimpleNamespace(job=given, run=SimpleNamespace(arguments=None))
+    others = Others(run, Schemes(None, measured(MegatronPacking()), "ours"), Ratio(1.5, 0.1), 1)
+    monkeypatch.setattr(report, "prices", lambda job, a, time: [price])
+    monkeypatch.setattr(Others, "_measure", lambda self, scheme: scheme.job)
+    bare = without_wlb(given)
+    monkeypatch.setattr(report, "speedup", lambda one, base: Ratio(1.3 if (one, base) == ("ours", bare) else 9, 0))
+    assert others.prices() == (balance, [price])
 
 
 def test_the_fastest_layouts_come_first(monkeypatch):
