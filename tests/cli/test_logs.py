@@ -118,6 +118,9 @@ def test_a_typed_data_flag_replaces_those_of_the_log(data, tmp_path):
     for typed in (f"--train-data-path {data}", f"--data-args-path {tmp_path}/blend",
                   f"--per-split-data-args-path {tmp_path}/splits"):  # fmt: skip
         assert described(tmp_path / "log", typed).data.prefixes == [data]
+    (tmp_path / "log").write_text(printed(LLAMA | {"data_cache_path": "/of/the/run"}))
+    for words, folder in (((), None), (("--data-cache-path /mine",), "/mine")):
+        assert run(tmp_path / "log", *words).arguments.data_cache_path == folder
     typed = run(tmp_path / "log", "--mock-data").arguments
     assert typed.mock_data and not typed.data_path
 
