@@ -15,6 +15,7 @@ from megatron_wlb.cli.analyze.setup import Scheme, Schemes
 from megatron_wlb.cli.analyze.table import _across, _errors_of, _least_and_most
 from megatron_wlb.describe.alternatives import Alternative
 from megatron_wlb.describe.price import SIMULATED, Price
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.megatron import MegatronPacking, without_wlb
@@ -24,6 +25,7 @@ from megatron_wlb.pipeline.timeline import run
 from tests.cli.analyses import JOB, setup
 from tests.cli.analyses import report as report_of
 from tests.jobs import job
+from tests.packing.steps import documents
 
 H100 = load_profile("h100-cudnn")
 
@@ -57,6 +59,30 @@ def test_times_of_a_scheme_by_hand():
     assert measured(PaperPacking()).at_work_of(apart).us_per_token == pytest.approx(15_000 / (120 * 30 / 30))
     halved = replace(apart, work=np.array([6.0, 9.0]))
     assert measured(PaperPacking()).at_work_of(halved).us_per_token == pytest.approx(15_000 / (120 * 30 / 15))
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_steps_are_packed_and_every_other_is_simulated(crosses):
+    """Of 60 and 4 tokens, of 40 and 30, of 9, and of 20, which waited for 2, 1, 0 and 5 steps."""
+    lengths, late = [[60, 4], [40, 30], [9], [20]], [2, 1, 0, 5]
+    batches = [
+        PackedBatch(documents=documents(each, arrival=10 - waited), bounds=np.array([0, 1, len(each)]))
+        for each, waited in zip(lengths, late, strict=True)
+    ]
+    times, described = iter((50.0, 7.0)), job()
+    scheme = SimpleNamespace(
+        job=described,
+        crosses=crosses,
+        steps=lambda count: (SimpleNamespace(step=10, batch=batch) for batch in batches[:count]),
+        simulate=lambda batch: SimpleNamespace(time=next(times)),
+    )
+    advanced = []
+    found, work = report.measure(scheme, Steps(4, 2), advanced.append), described.work(np.array([60, 4, 9]))
+    assert (found.us.tolist(), found.tokens.tolist(), found.counted, advanced) == ([50, 7], [64, 9], 73, [1] * 4)
+    assert found.work.tolist() == ([64, 9] if crosses else [work[0] + work[1], work[2]])
+    assert (found.late_steps, found.max_delay_steps) == ((2 * 64 + 70 + 5 * 20) / 163, 5)
+    assert found.token_cv == pytest.approx(np.std([64, 70, 9, 20]) / (163 / 4))
+    assert found.work_imbalance[[0, 2]] == pytest.approx([2 * work[0] / (work[0] + work[1]), 2])
 
 
 def test_a_speed_up_is_of_the_steps_that_both_have_or_of_times_per_work():
