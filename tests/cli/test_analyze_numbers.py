@@ -14,35 +14,43 @@ from megatron_wlb.cli.analyze.report import Faster, Measured, Others, Ratio, Rea
 from megatron_wlb.cli.analyze.setup import Scheme, Schemes
 from megatron_wlb.cli.analyze.table import _across, _errors_of, _least_and_most
 from megatron_wlb.describe.alternatives import Alternative
+from megatron_wlb.describe.price import SIMULATED, Price
+from megatron_wlb.documents import PackedBatch
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.megatron import MegatronPacking
+from megatron_wlb.packing.megatron import MegatronPacking, without_wlb
 from megatron_wlb.packing.paper import PaperPacking
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import run
 from tests.cli.analyses import JOB, setup
 from tests.cli.analyses import report as report_of
 from tests.jobs import job
+from tests.packing.steps import documents
 
 H100 = load_profile("h100-cudnn")
 
 
 def measured(packing=None, us=(2000.0, 4000.0, 9000.0), **changes):
-    """Three steps of 10, 30 and 20 tokens and of as much work, doubled."""
+    """Three steps of 10, 30 and 20 tokens."""
     tokens = np.array([10, 30, 20])
     scheme = Scheme(job(packing=packing or AdaptivePacking(), profile=H100), None)
     sizes = {"counted": 60.0, "late_steps": 0.5, "max_delay_steps": 3, "token_cv": 0.25}
     imbalance = {"work_imbalance": np.array([1.0, 1.5, 2.0])}
-    given = {"scheme": scheme, "samples": [], "us": np.array(us), "tokens": tokens, "work": 2.0 * tokens}
+    given = {
+        "scheme": scheme,
+        "samples": [],
+        "us": np.array(us),
+        "tokens": tokens,
+        "work": np.array([30.0, 50.0, 40.0]),
+    }
     return Measured(**given | sizes | imbalance | changes)
 
 
 def test_times_of_a_scheme_by_hand():
     found = measured()
     assert (found.us_per_token, found.step_ms, found.typical()) == (250, 5, 0)
-    # Deviations from 125 us a unit of work are -500, -3500 and 4000.
-    error = math.sqrt((500**2 + 3500**2 + 4000**2) / 3) * math.sqrt(3) / 120 / 125
-    assert found.relative_error == pytest.approx(error)
+    # Deviations from 125 us a unit of work are -1750, -2250 and 4000.
+    assert found.relative_error == pytest.approx(math.hypot(1750, 2250, 4000) / 120 / 125)
     vars(found)["parts_ms"] = {"linear": 2.0, "bubble": 3.0}
     assert found.us_of("linear", "bubble") == 250 and found.us_of("linear") == 100
     # Of steps of 3 tokens and 12 work by Megatron: 15,000 us for 120 work, that is 3,750 us for 30 of its tokens.
@@ -51,6 +59,30 @@ def test_times_of_a_scheme_by_hand():
     assert measured(PaperPacking()).at_work_of(apart).us_per_token == pytest.approx(15_000 / (120 * 30 / 30))
     halved = replace(apart, work=np.array([6.0, 9.0]))
     assert measured(PaperPacking()).at_work_of(halved).us_per_token == pytest.approx(15_000 / (120 * 30 / 15))
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_steps_are_packed_and_every_other_is_simulated(crosses):
+    """Of 60 and 4 tokens, of 40 and 30, of 9, and of 20, which waited for 2, 1, 0 and 5 steps."""
+    lengths, late = [[60, 4], [40, 30], [9], [20]], [2, 1, 0, 5]
+    batches = [
+        PackedBatch(documents=documents(each, arrival=10 - waited), bounds=np.array([0, 1, len(each)]))
+        for each, waited in zip(lengths, late, strict=True)
+    ]
+    times, described = iter((50.0, 7.0)), job()
+    scheme = SimpleNamespace(
+        job=described,
+        crosses=crosses,
+        steps=lambda count: (SimpleNamespace(step=10, batch=batch) for batch in batches[:count]),
+        simulate=lambda batch: SimpleNamespace(time=next(times)),
+    )
+    advanced = []
+    found, work = report.measure(scheme, Steps(4, 2), advanced.append), described.work(np.array([60, 4, 9]))
+    assert (found.us.tolist(), found.tokens.tolist(), found.counted, advanced) == ([50, 7], [64, 9], 73, [1] * 4)
+    assert found.work.tolist() == ([64, 9] if crosses else [work[0] + work[1], work[2]])
+    assert (found.late_steps, found.max_delay_steps) == ((2 * 64 + 70 + 5 * 20) / 163, 5)
+    assert found.token_cv == pytest.approx(np.std([64, 70, 9, 20]) / (163 / 4))
+    assert found.work_imbalance[[0, 2]] == pytest.approx([2 * work[0] / (work[0] + work[1]), 2])
 
 
 def test_a_speed_up_is_of_the_steps_that_both_have_or_of_times_per_work():
@@ -108,6 +140,27 @@ def test_a_way_is_told_if_it_gains_over_its_least_and_two_errors(gain, error, le
     assert others._faster(way) == (expected if told else None)
 
 
+def test_other_ways_are_measured_on_the_first_of_the_steps(monkeypatch):
+    """On no more than were simulated of the run, than their size allows, and than 24; every third is simulated."""
+    monkeypatch.setattr(report, "measure", lambda scheme, steps: SimpleNamespace(at_work_of=lambda thd: (steps, thd)))
+    large = job(num_micro_batches=512, pp=4, vpp=8, cp=2)
+    for described, simulated, expected in ((job(), 50, 24), (job(), 10, 10), (large, 50, 4)):
+        others = Others(None, Schemes(None, "thd", measured(us=[1.0] * simulated)), None, 3)
+        assert others._measure(Scheme(described, None)) == (Steps(3 * expected, expected), "thd")
+
+
+@pytest.mark.parametrize(("source", "balance"), [(SIMULATED, 1.3), ("published", 1.5)])
+def test_balance_is_over_megatron_without_the_features_that_have_a_price(source, balance, monkeypatch):
+    given, price = job(), Price("CUDA graphs", 1.2, source)
+    run = SimpleNamespace(job=given, run=SimpleNamespace(arguments=None))
+    others = Others(run, Schemes(None, measured(MegatronPacking()), "ours"), Ratio(1.5, 0.1), 1)
+    monkeypatch.setattr(report, "prices", lambda job, a, time: [price])
+    monkeypatch.setattr(Others, "_measure", lambda self, scheme: scheme.job)
+    bare = without_wlb(given)
+    monkeypatch.setattr(report, "speedup", lambda one, base: Ratio(1.3 if (one, base) == ("ours", bare) else 9, 0))
+    assert others.prices() == (balance, [price])
+
+
 def test_the_fastest_layouts_come_first(monkeypatch):
     """Three of them, each with Megatron there."""
     kinds = [("layouts", 1.1), ("delay", 1.01), ("layouts", 1.4), ("layouts", 1.2), ("layouts", 1.3)]
@@ -146,6 +199,9 @@ def test_what_assumptions_and_attention_across_documents_change_is_said(data):
     given = report_of(setup(JOB, "--wlb-micro-batches 4 --data-path", data), 1.2)
     base = [SimpleNamespace(us_per_token=us) for us in (1.5, 1.2, 1.0)]
     told = [Reading("kernels of x", 1.1, 0.9), Reading("half", 1.9, 1.3)]
+    thd, ours = measured(samples=["a", "b"]), measured(us=(9000.0, 4000.0, 2000.0), samples=["c", "d"])
+    assert (thd.typical(), ours.typical()) == (0, 1)
+    assert given._replace(schemes=Schemes(ours, thd, ours)).example(ours) == "c"  # the same step of all
     given = given._replace(schemes=Schemes(*base), readings=told)
     assert _least_and_most(given, thd=True) == (0.9, 1.3) and _least_and_most(given, thd=False) == (1.1, 1.9)
     assert _least_and_most(given, "kernels", thd=True) == (0.9, 1.2)

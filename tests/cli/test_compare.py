@@ -377,6 +377,9 @@ def test_what_is_left_out_is_said(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "- RUN: 35 lines of iterations are broken, and left out: iteration 2 | " in said
     assert "- BASE: 30 of its steps are left out: the other log does not have them." in said
+    tens, fewer = text_log(tmp_path / "tens", SLOW, interval=10), text_log(tmp_path / "fewer", SLOW[:40], interval=10)
+    compared(tmp_path, fewer, tens)
+    assert "- RUN: 30 of its steps are left out: the other log does not have them." in capsys.readouterr().out
     again = tmp_path / "c"
     again.write_text(base.read_text() + "\n".join(base.read_text().splitlines()[-30:]))
     compared(tmp_path, base, again)

@@ -91,6 +91,7 @@ def test_ranks_of_too_many_tokens_are_dealt_by_tokens():
         ([160, 120, 50, 32, 13, 9], [[0, 3, 4], [1, 2, 5]]),
     ):
         assert place(work, given, tokens=np.array(tokens)).tolist() == rows
+    assert place(work[::-1], given, tokens=np.array([12, 14, 31, 49, 121, 160])).tolist() == [[1, 2, 5], [0, 3, 4]]
 
 
 @given(
@@ -181,12 +182,14 @@ def test_order_is_the_best_of_few_and_close_to_it_of_many(pp, vpp):
         ([8, 7, 1, 4, 8, 5, 1], 2, 115, 113),
         ([2, 7, 9, 1, 4, 6, 1], 2, 104, 103),  # by no swap alone
         ([8, 1, 4, 3, 9, 6, 9], 2, 133, 132),  # by no move alone
+        ([1, 7, 8, 5, 2, 2, 4, 7], 2, 119, 118),  # in no first round
+        ([2, 1, 9, 8, 2, 7, 5, 7], 2, 136, 136),  # with five or seven that go up
     ],
 )
 def test_swaps_and_moves_find_the_best_order_where_shapes_do_not(work, pp, shapes, best):
-    """Of seven, which are over `EXHAUSTIVE`."""
+    """Of seven and more, which are over `EXHAUSTIVE`."""
     work, given = np.array(work), job_of(work, pp=pp)
-    assert ending(work, list(itertools.permutations(range(7))), given).min() == best
+    assert ending(work, list(itertools.permutations(range(len(work)))), given).min() == best
     assert ending(work, order(work, given), given) == best
     with patch.object(plan_placement, "MOST_MOVED", 6):
         assert ending(work, order(work, given), given) == shapes
