@@ -100,7 +100,7 @@ class Planned:
             return None
         assert batch.tokens is not None and batch.positions is not None and batch.padding is not None
         metadata, tokens = batch.metadata, batch.tokens[0]
-        window = None if None in metadata.orders else max(filter(None, metadata.orders))
+        window = None if None in metadata.orders else next(iter(metadata.orders))
         at: Any = slice(None)
         if order is not None:
             with self._device:

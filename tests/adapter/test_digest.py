@@ -154,7 +154,9 @@ def hashed(tokens, positions, window):
 
 
 @pytest.mark.parametrize("order", [None, lambda rows: torch.arange(rows).flip(0)])
-@pytest.mark.parametrize(("window", "learned", "sft"), [(None, False, False), (4, False, True), (None, True, False)])
+@pytest.mark.parametrize(
+    ("window", "learned", "sft"), [(None, False, False), (4, False, True), (0, False, False), (None, True, False)]
+)
 def test_a_digest_by_hand(window, learned, sft, order, alone):
     """Of the rows in any order; padding counts for nobody, and pad tokens not where conversations have them."""
     batch, turned = alone.given(window), slice(None) if order is None else order(102)
