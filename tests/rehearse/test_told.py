@@ -18,12 +18,16 @@ GIB = 1 << 30
 RANK = {
     **{"rank": 0, "predicted_gib": 6.5, "allocated_gib": 6.456, "reserved_gib": 8.0, "retries": 0, "launches": 70},
     **{"syncs_per_step": 3, "copies_per_step": 1, "out_of_memory": None, "left_out": ["spec"], "weights": GIB},
-    **{"syncs": {"a.py:1": 2, "b.py:2": 1}, "copies_to_host": {"c.py:3": 1}},
+    **{"syncs": {"a.py:1": 2, "b.py:2": 1}, "copies_to_host": {"c.py:3": 9}},
     **{"nccl": {"send of 2": {"calls": 4, "bytes": 8}, "all_gather of 2": {"calls": 5, "bytes": 8}}},
     **{"passes": [[0, 4 * GIB, 5 * GIB], [0, 6 * GIB, 7 * GIB], [1, 3 * GIB, 8 * GIB]]},
     "steps": [{"kept": 2 * GIB}, {"kept": 3 * GIB}],
 }
-OTHER = RANK | {"rank": 3, "syncs": {f"s.py:{i}": 9 - i for i in range(7)}, "copies_to_host": {}}
+OTHER = RANK | {
+    "rank": 3,
+    "syncs": {f"s.py:{i}": 9 - i for i in range(7)},
+    "copies_to_host": {"d.py:4": 1, "e.py:5": 1},
+}
 OTHER |= {"left_out": ["load", "spec"], "passes": []}
 F2 = ["--wlb-mock-lengths", "F2"]
 MOCK = "- Mock data, since the job's are not read here: "
@@ -65,7 +69,7 @@ def test_what_ranks_tell_is_told(told):
     assert lines[0] == "Fits."
     assert "0 6.50 6.46 8.00 0 3 1 70 9" in lines and "3 6.50 6.46 8.00 0 3 1 70 9" in lines
     waits = ", ".join(f"{9 - i} at s.py:{i}" for i in range(6))
-    assert lines[-2:] == [f"The host waits, a step: {waits}, ...", "It reads values, a step: 1 at c.py:3"]
+    assert lines[-2:] == [f"The host waits, a step: {waits}, ...", "It reads values, a step: 9 at c.py:3"]
     assert said.splitlines() == [
         "- Not taken from the log: load, spec. Give the run's command if one of them matters.",
         "- GiB, and counts of the last step. Nothing was computed, and no time was measured.",
@@ -91,13 +95,15 @@ def test_a_job_that_does_not_fit_is_told_with_the_remedy(told):
 
 def test_a_command_makes_its_task(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("pretrain_gpt.py", "train.py"):
+    for name in ("pretrain_gpt.py", "train.py", "chats.jsonl"):
         (tmp_path / name).touch()
     plain = ["train.py" if word == "nowhere.py" else word for word in NOWHERE]
     runner = [*OF_DATA[:3], "-m", "megatron_wlb.run", *OF_DATA[3:]]
     here = ["--data-path", write_dataset(tmp_path / "data", seed=0, documents=4000)]
     nowhere, fixed = ["--data-path", "nowhere/corpus"], ["--wlb-mock-lengths", "fixed:64"]
     fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
+    gone = ["gone.py" if word == "pretrain_gpt.py" else word for word in runner]
+    sft = ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "x", "--data-path"]
     small = Gpu("H100", 7.5, (9, 0), 132, 227 << 10, 50 << 20)
     for own, job, more, change, note in (
         ("--steps 2", JOB, [], {"steps": 2}, ""),
@@ -107,13 +113,18 @@ def test_a_command_makes_its_task(told, tmp_path, monkeypatch):
         ("", OF_DATA, nowhere + fixed, {}, MOCK),
         ("", OF_DATA, here, {"mock_data": False}, ""),
         ("", runner, here, {"mock_data": False, "script": ["megatron_wlb.run", "pretrain_gpt.py"]}, ""),
+        ("", gone, here, {"mock_data": False, "script": ["gone.py"]}, ""),
         ("", plain, here, {"mock_data": False, "script": ["train.py"], "wlb": False}, ""),
+        ("", plain, nowhere, {"script": ["train.py"], "wlb": False}, MOCK),
+        ("", OF_DATA, [*sft, "chats.jsonl"], {"mock_data": False}, ""),
+        ("", OF_DATA, [*sft, "no.jsonl"], {"flags": [*OF_DATA[4:], *sft, "no.jsonl", *F2]}, f"{MOCK}no.jsonl does not"),
     ):
-        _, asked, _, said, *_ = told(*own.split(), "--", *job, *more)
+        _, asked, lines, said, *_ = told(*own.split(), "--", *job, *more, seen=(RANK | {"predicted_gib": 9.0},))
         ranks = [0, 1, 2, 3] if "all" in own else [0, 2]
         flags = [*job[next(i for i, word in enumerate(job) if word.endswith(".py")) + 1 :], *more]
         assert asked == [(task(**{"flags": flags} | change), ranks, "all" in own)]
-        assert said.startswith(note) and ("Mock data" in said) == (note == MOCK)
+        assert said.startswith(note) and ("Mock data" in said) == note.startswith(MOCK)
+        assert (lines[0] == "Fits.") == (more == fp8 or job == plain)  # without a prediction, none is wrong
 
 
 def test_a_log_makes_its_task(told, tmp_path):
@@ -123,6 +134,10 @@ def test_a_log_makes_its_task(told, tmp_path):
     kept = {"num_layers": 4, "wlb_mock_lengths": "F2", "add_bias_linear": False}
     assert {name: made.stated[name] for name in kept} == kept
     assert (msgspec.structs.replace(made, stated={}), ranks, whole) == (task(flags=["--wlb", *F2]), [0, 2], False)
+    (tmp_path / "chats.jsonl").touch()
+    log.write_text(printed(stated | {"sft": True, "data_path": f"['{tmp_path}/chats.jsonl']"}))
+    _, ((made, *_),), _, said, *_ = told(str(log))
+    assert made.mock_data and said.startswith(f"{MOCK}conversations that a log names are not tokenized.")
 
 
 @pytest.mark.parametrize(
