@@ -2,7 +2,7 @@
 
 import json
 
-import numpy as np
+import msgspec
 import pytest
 from matplotlib.figure import Figure
 
@@ -18,14 +18,20 @@ GIB = 1 << 30
 RANK = {
     **{"rank": 0, "predicted_gib": 6.5, "allocated_gib": 6.456, "reserved_gib": 8.0, "retries": 0, "launches": 70},
     **{"syncs_per_step": 3, "copies_per_step": 1, "out_of_memory": None, "left_out": ["spec"], "weights": GIB},
-    **{"syncs": {"a.py:1": 2, "b.py:2": 1}, "copies_to_host": {"c.py:3": 1}},
+    **{"syncs": {"a.py:1": 2, "b.py:2": 1}, "copies_to_host": {"c.py:3": 9}},
     **{"nccl": {"send of 2": {"calls": 4, "bytes": 8}, "all_gather of 2": {"calls": 5, "bytes": 8}}},
     **{"passes": [[0, 4 * GIB, 5 * GIB], [0, 6 * GIB, 7 * GIB], [1, 3 * GIB, 8 * GIB]]},
     "steps": [{"kept": 2 * GIB}, {"kept": 3 * GIB}],
 }
-OTHER = RANK | {"rank": 3, "syncs": {f"s.py:{i}": 9 - i for i in range(7)}, "copies_to_host": {}}
+OTHER = RANK | {
+    "rank": 3,
+    "syncs": {f"s.py:{i}": 9 - i for i in range(7)},
+    "copies_to_host": {"d.py:4": 1, "e.py:5": 1},
+}
 OTHER |= {"left_out": ["load", "spec"], "passes": []}
-MOCK_LENGTHS = ["--wlb-mock-lengths", "F2"]
+F2 = ["--wlb-mock-lengths", "F2"]
+MOCK = "- Mock data, since the job's are not read here: "
+OF_DATA = [word for word in JOB if word != "--mock-data"]
 NOWHERE = ["nowhere.py" if word == "pretrain_gpt.py" else word for word in JOB if word not in ("--wlb", "--mock-data")]
 
 
@@ -63,7 +69,7 @@ def test_what_ranks_tell_is_told(told):
     assert lines[0] == "Fits."
     assert "0 6.50 6.46 8.00 0 3 1 70 9" in lines and "3 6.50 6.46 8.00 0 3 1 70 9" in lines
     waits = ", ".join(f"{9 - i} at s.py:{i}" for i in range(6))
-    assert lines[-2:] == [f"The host waits, a step: {waits}, ...", "It reads values, a step: 1 at c.py:3"]
+    assert lines[-2:] == [f"The host waits, a step: {waits}, ...", "It reads values, a step: 9 at c.py:3"]
     assert said.splitlines() == [
         "- Not taken from the log: load, spec. Give the run's command if one of them matters.",
         "- GiB, and counts of the last step. Nothing was computed, and no time was measured.",
@@ -89,64 +95,49 @@ def test_a_job_that_does_not_fit_is_told_with_the_remedy(told):
 
 def test_a_command_makes_its_task(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    data = write_dataset(tmp_path / "data", seed=0, documents=4000)
-    for name in ("pretrain_gpt.py", "train.py"):
+    for name in ("pretrain_gpt.py", "train.py", "chats.jsonl"):
         (tmp_path / name).touch()
-    given = [word for word in JOB if word != "--mock-data"]
-    flags = given[given.index("--wlb") :]
     plain = ["train.py" if word == "nowhere.py" else word for word in NOWHERE]
-    runner = [*given[:3], "-m", "megatron_wlb.run", *given[3:]]
-    nowhere = ["--data-path", "nowhere/corpus"]
+    runner = [*OF_DATA[:3], "-m", "megatron_wlb.run", *OF_DATA[3:]]
+    here = ["--data-path", write_dataset(tmp_path / "data", seed=0, documents=4000)]
+    nowhere, fixed = ["--data-path", "nowhere/corpus"], ["--wlb-mock-lengths", "fixed:64"]
     fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
-    mock = "- Mock data, since the job's are not read here: "
-    for words, made, ranks, note in (
-        (["--steps", "2", "--", *JOB], task(steps=2), [0, 2], ""),
-        (["--ranks", "all", "--", *JOB], task(), [0, 1, 2, 3], ""),
-        (["--gpu-memory", "7.5", "--", *JOB], task(gpu=Gpu("H100", 7.5, (9, 0), 132, 227 << 10, 50 << 20)), [0, 2], ""),
-        (["--", *given, *nowhere], task(flags=[*flags, *nowhere, *MOCK_LENGTHS]), [0, 2], f"{mock}"),
-        (
-            ["--", *given, *nowhere, "--wlb-mock-lengths", "fixed:64"],
-            task(flags=[*flags, *nowhere, "--wlb-mock-lengths", "fixed:64"]),
-            *([0, 2], mock),
-        ),
-        (
-            ["--", *given, "--data-path", data],
-            task(flags=[*flags, "--data-path", data], mock_data=False),
-            *([0, 2], ""),
-        ),
-        (
-            ["--", *runner, "--data-path", data],
-            task(flags=[*flags, "--data-path", data], mock_data=False, script=["megatron_wlb.run", "pretrain_gpt.py"]),
-            *([0, 2], ""),
-        ),
-        (
-            ["--", *plain, "--data-path", data],
-            task(flags=[*flags[1:], "--data-path", data], mock_data=False, wlb=False, script=["train.py"]),
-            *([0, 2], ""),
-        ),
-        (
-            ["--", *JOB, *fp8],
-            task(flags=[*JOB[JOB.index("--wlb") :], *fp8]),
-            [0, 2],
-            "- Predicted is the memory of bf16, not",
-        ),
+    gone = ["gone.py" if word == "pretrain_gpt.py" else word for word in runner]
+    sft = ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "x", "--data-path"]
+    small = Gpu("H100", 7.5, (9, 0), 132, 227 << 10, 50 << 20)
+    for own, job, more, change, note in (
+        ("--steps 2", JOB, [], {"steps": 2}, ""),
+        ("--gpu-memory 7.5", JOB, [], {"gpu": small}, ""),
+        ("--ranks all", JOB, fp8, {}, "- Predicted is the memory of bf16, not"),
+        ("", OF_DATA, nowhere, {"flags": [*OF_DATA[4:], *nowhere, *F2]}, MOCK),
+        ("", OF_DATA, nowhere + fixed, {}, MOCK),
+        ("", OF_DATA, here, {"mock_data": False}, ""),
+        ("", runner, here, {"mock_data": False, "script": ["megatron_wlb.run", "pretrain_gpt.py"]}, ""),
+        ("", gone, here, {"mock_data": False, "script": ["gone.py"]}, ""),
+        ("", plain, here, {"mock_data": False, "script": ["train.py"], "wlb": False}, ""),
+        ("", plain, nowhere, {"script": ["train.py"], "wlb": False}, MOCK),
+        ("", OF_DATA, [*sft, "chats.jsonl"], {"mock_data": False}, ""),
+        ("", OF_DATA, [*sft, "no.jsonl"], {"flags": [*OF_DATA[4:], *sft, "no.jsonl", *F2]}, f"{MOCK}no.jsonl does not"),
     ):
-        _, asked, _, said, *_ = told(*words)
-        assert asked == [(made, ranks, "all" in words)], words
-        assert said.startswith(note) and ("Mock data" in said) == note.startswith(mock), words
+        _, asked, lines, said, *_ = told(*own.split(), "--", *job, *more, seen=(RANK | {"predicted_gib": 9.0},))
+        ranks = [0, 1, 2, 3] if "all" in own else [0, 2]
+        flags = [*job[next(i for i, word in enumerate(job) if word.endswith(".py")) + 1 :], *more]
+        assert asked == [(task(**{"flags": flags} | change), ranks, "all" in own)]
+        assert said.startswith(note) and ("Mock data" in said) == note.startswith(MOCK)
+        assert (lines[0] == "Fits.") == (more == fp8 or job == plain)  # without a prediction, none is wrong
 
 
 def test_a_log_makes_its_task(told, tmp_path):
-    stated = read_command([word for word in JOB if word != "--mock-data"]).stated | {
-        "world_size": 4,
-        "add_bias_linear": False,
-        "persist_layer_norm": False,
-    }
+    stated = read_command(OF_DATA).stated | {"world_size": 4, "add_bias_linear": False, "persist_layer_norm": False}
     (log := tmp_path / "train.log").write_text(printed(stated))
-    _, ((made, ranks, _),), *_ = told(str(log))
-    assert (made.script, made.flags, ranks) == (["pretrain_gpt.py"], ["--wlb", *MOCK_LENGTHS], [0, 2])
-    assert made.stated["num_layers"] == 4 and made.stated["wlb_mock_lengths"] == "F2"
-    assert (made.wlb, made.mock_data, made.world_size) == (True, True, 4)
+    _, ((made, ranks, whole),), *_ = told(str(log))
+    kept = {"num_layers": 4, "wlb_mock_lengths": "F2", "add_bias_linear": False}
+    assert {name: made.stated[name] for name in kept} == kept
+    assert (msgspec.structs.replace(made, stated={}), ranks, whole) == (task(flags=["--wlb", *F2]), [0, 2], False)
+    (tmp_path / "chats.jsonl").touch()
+    log.write_text(printed(stated | {"sft": True, "data_path": f"['{tmp_path}/chats.jsonl']"}))
+    _, ((made, *_),), _, said, *_ = told(str(log))
+    assert made.mock_data and said.startswith(f"{MOCK}conversations that a log names are not tokenized.")
 
 
 @pytest.mark.parametrize(
@@ -155,10 +146,7 @@ def test_a_log_makes_its_task(told, tmp_path):
         (["--"], "no job, or two; give the log of a run, or its command behind --"),
         (["log", "--", *JOB], "no job, or two"),
         (["--", *NOWHERE], "nowhere.py is no script, and without --wlb the job's own runs; give its"),
-        (
-            ["--", *JOB, "--transformer-impl", "transformer_engine"],
-            "layers are TransformerEngine's, which is not installed",
-        ),
+        (["--", *JOB, "--transformer-impl", "transformer_engine"], "are TransformerEngine's, which is not installed"),
     ],
 )
 def test_what_is_no_job_is_refused(words, message, capsys, monkeypatch):
@@ -173,13 +161,9 @@ def test_the_memory_of_a_rank_is_drawn_by_kind():
     (axes,) = figure.axes
     tops = [max(path.vertices[:, 1].max() for path in part.get_paths()) for part in axes.collections]
     assert tops == [1, 3, 6, 8] and axes.get_ylim() == (0, 10.5)
-    heights = np.array([part.get_paths()[0].vertices[:, 1].max() for part in axes.collections])
-    assert heights.tolist() == tops
     assert axes.get_lines()[0].get_ydata() == [10.0, 10.0]
-    assert [*axes.get_xticks()] == [0, 2] and [text.get_text() for text in axes.get_xticklabels()] == [
-        "step 0",
-        "step 1",
-    ]
+    steps = dict(zip(axes.get_xticks().tolist(), axes.get_xticklabels(), strict=True))
+    assert {place: label.get_text() for place, label in steps.items()} == {0: "step 0", 2: "step 1"}
 
 
 def test_the_fullest_ranks_are_drawn_in_their_order():

@@ -90,7 +90,11 @@ def off(name, by, where):
             return [x * scale for x, scale in zip(self._right, scales, strict=True)]
 
         def backward(self, dout, q, k, v, out, lse, dkv, args):
-            assert dkv.dtype == torch.float32 and dout.dtype == q.dtype == k.dtype == torch.bfloat16
+            assert (
+                q.shape[1] == 2 * k.shape[1]
+                and dkv.dtype == torch.float32
+                and dout.dtype == q.dtype == k.dtype == torch.bfloat16
+            )
             results = [ON_CPU["cpu"].backward(dout, q, k, v, *self._right, dkv, args)]
             results += protocol.keys_and_values(dkv, q.shape[-1])
             for of, x in zip(("dq", "dk", "dv"), results, strict=True):
