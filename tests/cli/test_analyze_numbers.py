@@ -10,7 +10,18 @@ from matplotlib.figure import Figure
 
 from megatron_wlb.cli.analyze import page, report
 from megatron_wlb.cli.analyze.entries import _scheme
-from megatron_wlb.cli.analyze.report import Faster, Measured, Others, Ratio, Reading, Steps, readings, speedup, steps_of
+from megatron_wlb.cli.analyze.report import (
+    Faster,
+    Measured,
+    Others,
+    Ratio,
+    Reading,
+    Sample,
+    Steps,
+    readings,
+    speedup,
+    steps_of,
+)
 from megatron_wlb.cli.analyze.setup import Scheme, Schemes
 from megatron_wlb.cli.analyze.table import _across, _errors_of, _least_and_most
 from megatron_wlb.describe.alternatives import Alternative
@@ -230,3 +241,38 @@ def test_passes_are_drawn_as_long_as_they_take_up_to_the_end_of_the_picture(last
     page._timeline(axes, timeline, last * 1e6)
     drawn = [box for paths in axes.collections for box in (path.get_extents() for path in paths.get_paths())]
     assert [(box.x0, box.width) for box in drawn] == spans and axes.patches[0].get_width() == last
+
+
+def bars(draw, **sizes):
+    """Heights of the bars of a picture of Megatron above --wlb, whose steps are named t and o."""
+    figure, of_job = Figure(), SimpleNamespace(job=job(**sizes))
+    draw(SimpleNamespace(setup=of_job, schemes="pto", example=lambda name: Sample(name, [], 0)), figure)
+    return [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
+
+
+def test_micro_batches_are_drawn_of_the_rank_that_has_the_slowest(monkeypatch):
+    """In seconds of all eight layers, up to the mean and beyond; without stages, each rank's sum."""
+    times = {"t": np.array([[1.0, 2.0], [1.5, 5.5]]), "o": np.array([[3.0, 4.0], [3.0, 3.5]])}
+    monkeypatch.setattr(page, "micro_batch_times", lambda step: times[step] * 1e6 / 8)
+    assert bars(page.micro_batches, dp=2, pp=2) == [[1.5, 2.5, 3.0], [3.0, 3.375, 0.625]]
+    assert bars(page.micro_batches, dp=2) == [[3.0, 5.0, 2.0], [6.75, 6.5, 0.25]]
+
+
+def test_ranks_are_drawn_where_they_differ_most(monkeypatch):
+    monkeypatch.setattr(page, "attention_of_ranks", lambda step: np.array([[10.0, 11.0], [1.0, 3.0]]))
+    assert bars(page.ranks, cp=2) == [[0.5, 1.0, 0.5]] * 2
+
+
+def test_timelines_are_of_the_slowest_rank_and_end_together_where_they_are_long():
+    """Of 17 micro-batches those of the first 16 of the shorter one, forward passes of 1 s and 2 s and as long back."""
+    schedule, figure = Schedule(num_stages=1, micro_batches_per_rank=17), Figure()
+    passes = {second: np.full((1, 1, 17), second * 1e6) for second in (0.5, 1.0, 2.0)}
+    steps = {
+        name: SimpleNamespace(timelines=[run(schedule, passes[s], passes[s]) for s in (0.5, slow)])
+        for name, slow in (("t", 2.0), ("o", 1.0))
+    }
+    given = SimpleNamespace(
+        setup=SimpleNamespace(job=job()), schemes="pto", example=lambda n: Sample(steps.get(n), [], 0)
+    )
+    page.timelines(given, figure)
+    assert [axes.patches[0].get_width() for axes in figure.axes] == [32.0, 32.0]
