@@ -29,6 +29,7 @@ from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, G
 from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.adapter import jobs
@@ -313,7 +314,7 @@ def _parts(config: ConfigContainer) -> list[Any]:
 def _check_attention(model: Any) -> None:
     """Raise ValueError for a model with a core attention of its own, which ours would replace."""
     spec = model.transformer_layer_spec
-    if callable(spec):
+    if callable(spec) and not isinstance(spec, ModuleSpec):  # which is callable, too
         stage = {"vp_stage": 0} if "vp_stage" in inspect.signature(spec).parameters else {}
         spec = spec(model, **stage)
     for layer in getattr(spec, "layer_specs", [spec]):

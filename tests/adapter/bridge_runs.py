@@ -1,12 +1,9 @@
 """Runs Megatron-Bridge's real `pretrain()` and `finetune()`, with the plugin or without, in a forked world."""
 
 import functools
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import os
 import sys
-import types
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import silu
 
+from tests.adapter.stand_ins import stand_in
 from tests.adapter.training import _merge, _shards, entries, set_parameters
 from tests.worlds import run_world
 
@@ -21,40 +19,8 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
     pytest.skip("megatron-bridge is not installed; .ci/run says how", allow_module_level=True)
 
 
-class _Named(type):
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Named(name, (), {})
-
-
-class _StandIn(types.ModuleType):
-    def __getattr__(self, name):
-        return getattr(_Named, name) if name.startswith("__") else _Named(name, (), {})
-
-
-class _StandsIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """For packages that Bridge imports and whose functions these runs never call: they need a GPU, or many others."""
-
-    packages = (
-        "transformer_engine",
-        "nvidia_resiliency_ext.inprocess",
-        "nvidia_resiliency_ext.straggler",
-        "megatron.energon",
-    )
-
-    def find_spec(self, name, path, target=None):
-        ours = any(f"{each}.".startswith(f"{name}.") or name.startswith(f"{each}.") for each in self.packages)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
-
-    def create_module(self, spec):
-        return _StandIn(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-sys.meta_path.append(_StandsIn())  # behind the finders of what is installed
+# Packages that Bridge imports and whose functions these runs never call: they need a GPU, or many others.
+stand_in("transformer_engine", "nvidia_resiliency_ext.inprocess", "nvidia_resiliency_ext.straggler", "megatron.energon")
 
 from megatron.bridge.data.builders import GPTSFTDatasetConfig  # noqa: E402
 from megatron.bridge.data.packing import PackedSequenceSpecs  # noqa: E402
