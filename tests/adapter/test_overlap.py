@@ -34,6 +34,7 @@ from tests.adapter.training import (
     VPP2,
     each_version,
     full,
+    named,
     train,
 )
 from tests.jobs import job
@@ -124,11 +125,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("size", "flags"),
-    [pytest.param(*getattr(case, "values", case), marks=getattr(case, "marks", ()), id=name)
-     for name, case in CASES.items()],
-)  # fmt: skip
+@pytest.mark.parametrize(("size", "flags"), named(CASES))
 def test_equal_to_the_bit(size, flags, dataset, tmp_path, one_order):
     with_it, without_it = both(size, flags, dataset, tmp_path, without=GQA if LATENT in flags else "")
     assert spread(with_it, without_it) == (0, 0, 0)

@@ -81,6 +81,14 @@ def each_version(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.each_version)
 
 
+def named(cases: dict[str, Any]) -> list[Any]:
+    """Cases as above, with their names as ids."""
+    return [
+        pytest.param(*getattr(case, "values", case), marks=getattr(case, "marks", ()), id=name)
+        for name, case in cases.items()
+    ]
+
+
 def train(
     size: int,
     dataset: str,

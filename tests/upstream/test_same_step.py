@@ -23,6 +23,7 @@ from tests.adapter.training import (
     VPP2,
     each_version,
     full,
+    named,
     relative_error,
     train,
 )
@@ -106,11 +107,7 @@ EXCLUDED = {
 """Flags of MODEL that do not go with others."""
 
 
-@pytest.mark.parametrize(
-    ("size", "layout", "flags"),
-    [pytest.param(*getattr(case, "values", case), marks=getattr(case, "marks", ()), id=name)
-     for name, case in CASES.items()],
-)  # fmt: skip
+@pytest.mark.parametrize(("size", "layout", "flags"), named(CASES))
 def test_data_and_weights(size, layout, flags, dataset, upstream):
     without = " ".join(name for other, name in EXCLUDED.items() if other in flags)
     common = f"{GENTLE} {flags}"
