@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.lengths import DATA
-from megatron_wlb.cli.profile import fit, predict, relative_error
+from megatron_wlb.cli.profile import fit, predict, relative_error, rounded
 from megatron_wlb.hardware.network import H100_NETWORK
 from megatron_wlb.hardware.profile import KernelTimes, Profile, load_profile, profile_file
 
@@ -251,7 +251,7 @@ def main() -> None:
 
 def write(name: str, stated: dict[str, Any]) -> None:
     for times in (stated["forward"], stated["backward"], *stated.get("fp8", ())):
-        times |= {key: float(f"{value:.4g}") for key, value in times.items()}
+        times |= {key: rounded(value) for key, value in times.items()}
     path = profile_file(HOPPER[0]).parent / f"{name}.json"
     print(results.write_whole(path, json.dumps(stated, indent=1) + "\n"))
 

@@ -15,8 +15,6 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks import results
 from benchmarks.lengths import f2
@@ -87,7 +85,7 @@ def compare(quick: bool) -> list[Row]:
         for layout in LAYOUTS
         for seed in range(seeds)
     ]
-    for data, longest, layout, seed in track(cases, "closed batches", console=Console(stderr=True)):
+    for data, longest, layout, seed in results.track(cases, "closed batches"):
         job, lengths = job_of(LAYOUTS[layout], longest), sequences(data, count, seed, longest)
         for who, ranks in peers(lengths.tolist(), job).items():
             found[data, longest, layout, who].append(step_ms(ranks, lengths, job))

@@ -27,7 +27,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-from rich.progress import track
 
 from benchmarks import cp_peers, results, step_time
 from benchmarks.lengths import CROSSOVER, S_MAX, attention_job, distca, f2, packed, padded
@@ -112,7 +111,7 @@ def cases(quick: bool) -> list[tuple[Row, list[np.ndarray]]]:
 
 def balance(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
     rows = []
-    for case, made in track(found, "sharding"):
+    for case, made in results.track(found, "sharding"):
         measured = [predicted(lengths, case["cp"], case["window"]) for lengths in made]
         total = {strategy: sum(each[strategy] for each in measured) for strategy in measured[0]}
         tokens = sum(padded(lengths, 2 * case["cp"]).sum() for lengths in made)
@@ -160,7 +159,7 @@ def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float
 def exchange(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
     """The limit's share of a layer, by strategy, and that of the exposed exchange."""
     rows = []
-    for (case, made), (name, (model, tp)) in track(list(itertools.product(found, SHAPES.items())), "exchange"):
+    for (case, made), (name, (model, tp)) in results.track(list(itertools.product(found, SHAPES.items())), "exchange"):
         timed = layers(made[:TIMED], job_of(case["window"], case["cp"], model, tp))
         limit, _ = timed.pop(LIMIT)
         row = case | {"model": name, "tp": tp, "key_heads": model.heads_per_rank(tp)[1]}

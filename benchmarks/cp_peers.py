@@ -23,6 +23,8 @@ MAGI_STAGES = (1, 2, 4, 8)
 """Stages in which MagiAttention's ranks get keys of other ranks: one by default, up to eight in its dynamic mode."""
 MAGI_SENDS = 48 / 132
 """Share of an H100 that its exchange takes from the kernels beside it (num_sms of its benchmarks' configuration)."""
+Calls = tuple[list[tuple[int, int, int]], ...]
+"""The segments of a rank's two calls: heads and whole documents, and tails."""
 
 
 def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
@@ -74,7 +76,7 @@ def dynamic(lengths: np.ndarray, cp: int, room: int | None = None, crossover_tok
     """
     rank_tokens = (room or int(lengths.sum())) / cp
     work, of_documents = np.zeros(cp), document_work(lengths, crossover_tokens)
-    calls: list[tuple[list[tuple[int, int, int]], ...]] = [([], []) for _ in range(cp)]
+    calls = _no_calls(cp)
     for document in np.argsort(-lengths, kind="stable").tolist():
         length, k = int(lengths[document]), 1
         while k < cp and length > k * rank_tokens:
@@ -83,12 +85,9 @@ def dynamic(lengths: np.ndarray, cp: int, room: int | None = None, crossover_tok
         work[first : first + k] += of_documents[document] / k
         if k == 1:
             calls[first][0].append((document, 0, length))
-            continue
-        for chunk, (start, stop) in enumerate(itertools.pairwise(np.arange(2 * k + 1) * length // (2 * k))):
-            if stop > start:
-                calls[first + min(chunk, 2 * k - 1 - chunk)][chunk >= k].append((document, start, stop))
-    shards = (Shard(calls=tuple(np.sort(np.array(each, SEGMENT)) for each in pair)) for pair in calls)
-    return ShardPlan(lengths=lengths, shards=tuple(shards), strategy="dynamic")
+        else:
+            _divide(document, length, calls[first : first + k])
+    return _plan_of(calls, lengths, "dynamic")
 
 
 def flash(lengths: np.ndarray, job: Job) -> ShardPlan:
@@ -102,19 +101,15 @@ def flash(lengths: np.ndarray, job: Job) -> ShardPlan:
     work = document_work(lengths, job.crossover_tokens)
 
     def plan_of(divided: int) -> ShardPlan:
-        calls: list[tuple[list[tuple[int, int, int]], ...]] = [([], []) for _ in range(cp)]
+        calls = _no_calls(cp)
         for document in order[:divided]:
-            bounds = np.arange(2 * cp + 1) * lengths[document] // (2 * cp)
-            for chunk, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
-                if stop > start:
-                    calls[min(chunk, 2 * cp - 1 - chunk)][chunk >= cp].append((document, start, stop))
+            _divide(document, int(lengths[document]), calls)
         ranks = [(0.0, rank) for rank in range(cp)]
         for document in order[divided:]:
             load, rank = heapq.heappop(ranks)
             calls[rank][0].append((document, 0, int(lengths[document])))
             heapq.heappush(ranks, (load + float(work[document]), rank))
-        shards = (Shard(calls=tuple(np.sort(np.array(each, SEGMENT)) for each in pair)) for pair in calls)
-        return ShardPlan(lengths=lengths, shards=tuple(shards), strategy="flash")
+        return _plan_of(calls, lengths, "flash")
 
     def cost(plan: ShardPlan) -> float:
         attention, added = flash_times(plan, job)
@@ -124,6 +119,23 @@ def flash(lengths: np.ndarray, job: Job) -> ShardPlan:
 
     counts = [0, *(1 << i for i in range((len(lengths) - 1).bit_length())), len(lengths)]
     return min(map(plan_of, counts), key=cost)
+
+
+def _no_calls(cp: int) -> list[Calls]:
+    return [([], []) for _ in range(cp)]
+
+
+def _divide(document: int, length: int, ranks: list[Calls]) -> None:
+    """Give ranks a document with equal heads and tails on each."""
+    count = len(ranks)
+    for chunk, (start, stop) in enumerate(itertools.pairwise(np.arange(2 * count + 1) * length // (2 * count))):
+        if stop > start:
+            ranks[min(chunk, 2 * count - 1 - chunk)][chunk >= count].append((document, start, stop))
+
+
+def _plan_of(calls: list[Calls], lengths: np.ndarray, strategy: str) -> ShardPlan:
+    shards = (Shard(calls=tuple(np.sort(np.array(each, SEGMENT)) for each in pair)) for pair in calls)
+    return ShardPlan(lengths=lengths, shards=tuple(shards), strategy=strategy)
 
 
 def flash_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:

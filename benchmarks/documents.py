@@ -13,9 +13,6 @@ Writes benchmarks/results/documents.json in some minutes.
 import itertools
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.progress import track
-
 from benchmarks import results, step_time
 from benchmarks.results import Row
 from benchmarks.step_time import RING, Case
@@ -30,7 +27,7 @@ def goals(rows: list[Row]) -> list[results.Goal]:
     """No job is slower on any documents."""
     wanted = []
     for row in rows:
-        case = Case(**{name: row[name] for name in Case._fields})
+        case = Case.of(row)
         wanted.append(results.at_least(f"{row['documents']}, {case.title}: over a {RING}", row[f"over {RING}"], 1.0))
     return wanted
 
@@ -40,7 +37,7 @@ def main() -> None:
     cases = step_time.QUICK[1:] if args.quick else step_time.REMEMBERED
     todo = list(itertools.product(OTHERS[: 1 if args.quick else None], cases))
     rows: list[Row] = []
-    for name, case in track(todo, "simulating", console=Console(stderr=True)):
+    for name, case in results.track(todo, "simulating"):
         found = step_time.remembered(case, QUICK_STEPS if args.quick else STEPS, name)
         rows.append({"documents": name} | found)
     results.show(rows)

@@ -9,7 +9,7 @@ from benchmarks.results import Row
 from megatron_wlb.documents import PackedBatch
 from megatron_wlb.job import Job
 from megatron_wlb.plan.metrics import imbalance
-from megatron_wlb.simulate.step import SimulatedStep, even_time
+from megatron_wlb.simulate.step import TIME_SHARES, Breakdown, SimulatedStep, even_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,11 @@ def summarise(steps: Sequence[StepMetrics], skip: float = 0.1) -> Row:
         "max_delay_steps": max(max(s.delays, default=0) for s in steps),
         "token_cv": float(tokens.std() / max(1.0, tokens.mean())),
     }
+
+
+def limit_time(parts: Breakdown) -> float:
+    """Return the step's us if work were spread evenly, without waiting."""
+    return sum(getattr(parts, name) for name in TIME_SHARES["busy"])
 
 
 def balanced_time(step: SimulatedStep) -> float:

@@ -14,8 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks import metrics, results
 from benchmarks.fixed import FixedPacking
@@ -58,7 +56,7 @@ def measure(job: Job, lengths: np.ndarray, steps: int) -> Row:
 def quality(quick: bool) -> list[Row]:
     """Rows of the big table."""
     rows, lengths = [], f2(200_000 if quick else 900_000, 0)
-    for label, packing in track(list(policies().items()), "packing", console=Console(stderr=True)):
+    for label, packing in results.track(list(policies().items()), "packing"):
         summary = measure(job_7b(packing=packing), lengths, 60 if quick else 300)
         rows.append({"S_max": S_MAX, "policy": label, **summary})
     return rows

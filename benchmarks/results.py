@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,14 @@ def show(rows: list[Row], columns: Sequence[str] = (), *, title: str | None = No
     for row in rows:
         table.add_row(*(cell(row.get(column)) for column in columns))
     Console(width=width).print(table)
+
+
+def track[T](items: Sequence[T], doing: str) -> Iterable[T]:
+    """The items, with a bar on standard error that shows how many are done."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, doing, console=Console(stderr=True))
 
 
 def figure(width: float, height: float) -> Any:

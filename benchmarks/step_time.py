@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks import metrics, results
 from benchmarks.lengths import WINDOW, drawn, samples
@@ -48,13 +46,14 @@ from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.packing.paper import PaperPacking
+from megatron_wlb.plan.metrics import lateness
 from megatron_wlb.plan.micro_batches import predictions
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.samples import Samples
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import DEVICE_SHARE, one_document, step_peak_bytes, weight_bytes
 from megatron_wlb.simulate.recompute import ways
-from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step
+from megatron_wlb.simulate.step import SimulatedStep, breakdown, simulate_step
 
 
 class Case(NamedTuple):
@@ -63,6 +62,10 @@ class Case(NamedTuple):
     windows: int
     """Of a pipeline in a step; of a data-parallel rank where there is no pipeline."""
     dp: int
+
+    @classmethod
+    def of(cls, row: Row) -> "Case":
+        return cls(*(row[name] for name in cls._fields))
 
     @property
     def title(self) -> str:
@@ -89,6 +92,7 @@ LAYOUTS = {
     "34B CP32": ("codellama-34b", {"tp": 8, "cp": 32}),
     "Qwen3-30B-A3B PP2": ("qwen3-30b-a3b", {"tp": 2, "cp": 4, "pp": 2, "vpp": 12, "ep": 8, "etp": 1}),
 }
+"""Model and layout. PP4 are the jobs of scripts/slurm, and 7B with fewer virtual stages."""
 _FLAGS = {
     "tp": "tensor-model-parallel-size",
     "cp": "context-parallel-size",
@@ -97,7 +101,6 @@ _FLAGS = {
     "ep": "expert-model-parallel-size",
     "etp": "expert-tensor-parallel-size",
 }
-"""Model and layout. PP4 are the jobs of scripts/slurm, and 7B with fewer virtual stages."""
 _WIDE = ("7B CP8", "8B CP8", "34B CP8")
 CASES = (
     *(
@@ -216,7 +219,7 @@ class Totals(NamedTuple):
 
 
 def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> Totals:
-    packer, times, summaries, exchange = Packer(data, job), [], [], 0.0
+    packer, times, exchange, late, tokens = Packer(data, job), [], 0.0, 0, 0
     for _ in range(0 if job.packing.same_steps else WARM_UP):
         packer.next()
     for _ in range(steps):
@@ -225,13 +228,12 @@ def measured(job: Job, data: Samples, steps: int, *, across: bool = False) -> To
         lengths = [np.array([each.sum()]) for each in batch.lengths] if across else batch.lengths
         step = simulate_step(job, shard_step(job, lengths, batch.ranks))
         work = documents.sum() if across else job.work(documents).sum()
-        times.append((step.time, limit_time(step), float(work)))
+        late, tokens = late + lateness(batch, packed.step)[0], tokens + int(documents.sum())
         parts = breakdown(step)
+        times.append((step.time, metrics.limit_time(parts), float(work)))
         exchange += parts.exchange
-        summaries.append(metrics.measure(batch, packed.step, job))
     time, limit, work = np.array(times).T
-    late = metrics.summarise(summaries, skip=0)["late_steps"]
-    return Totals(time, limit, work, exchange / time.sum(), late)
+    return Totals(time, limit, work, exchange / time.sum(), late / tokens)
 
 
 def over(ring: Totals, other: Totals, *, same_steps: bool) -> tuple[float, float]:
@@ -331,7 +333,7 @@ REMEMBERED_TARGETS = dict(zip(REMEMBERED, (1.27, 1.29, 1.18, 1.25, 1.01, 1.0, 1.
 def goals(rows: list[Row]) -> list[results.Goal]:
     wanted = []
     for row in rows:
-        case, scheme = Case(**{name: row[name] for name in Case._fields}), row["scheme"]
+        case, scheme = Case.of(row), row["scheme"]
         if scheme == OURS or (case, scheme) in TARGETS:
             name = f"{case.title}{', twice the CP' if scheme == WIDER else ''}: over a {RING}"
             wanted.append(results.at_least(name, row[f"over {RING}"], TARGETS.get((case, scheme), 1.0)))
@@ -343,7 +345,7 @@ def goals(rows: list[Row]) -> list[results.Goal]:
 
 def remembered_goals(memory: list[Row]) -> Iterator[results.Goal]:
     for row in memory:
-        case = Case(**{name: row[name] for name in Case._fields})
+        case = Case.of(row)
         target = REMEMBERED_TARGETS.get(case, 1.0)
         yield results.at_least(f"{case.title}: over a {RING}, in equal memory", row[f"over {RING}"], target)
 
@@ -360,7 +362,7 @@ def draw(folder: Path) -> Path:
         return [simulate_step(job, shard_step(job, batch.lengths, batch.ranks)) for job, batch in batches]
 
     steps = sorted((pair() for _ in range(21)), key=lambda steps: steps[0].time / steps[1].time)[10]
-    figure, limit = results.figure(10, 4), limit_time(steps[1])
+    figure, limit = results.figure(10, 4), metrics.limit_time(breakdown(steps[1]))
     colors, stages = {"forward": "#0072b2", "backward": "#d55e00"}, range(steps[0].job.parallel.pp)
     drawn = figure.subplots(len(steps), sharex=True)
     for axes, title, step in zip(drawn, ("Megatron", "--wlb, the same tokens"), steps, strict=True):
@@ -389,9 +391,9 @@ def main() -> None:
     args = results.parser(__doc__, "two cases, few steps").parse_args()
     rows: list[Row] = []
     memory: list[Row] = []
-    for case in track(QUICK if args.quick else CASES, "simulating", console=Console(stderr=True)):
+    for case in results.track(QUICK if args.quick else CASES, "simulating"):
         rows += rows_of(case, QUICK_STEPS if args.quick else steps_of(case))
-    for case in track(QUICK[1:] if args.quick else REMEMBERED, "in equal memory", console=Console(stderr=True)):
+    for case in results.track(QUICK[1:] if args.quick else REMEMBERED, "in equal memory"):
         memory.append(remembered(case, QUICK_STEPS if args.quick else None))
     results.show(rows)
     results.show(memory, title="within an H100's memory")

@@ -37,6 +37,7 @@ from megatron_wlb.describe.flags import RunSettings
 from megatron_wlb.describe.megatron import parallel_of
 from megatron_wlb.describe.refusals import refusal
 from megatron_wlb.job import Parallel
+from megatron_wlb.settings import printable
 
 LEAST_GIB, MOST_GIB = 0.125, 1024
 """Bounds on the memory of a card."""
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
     """Rehearse, print and write. Returns 0 if the job fits, else 1. Raises ValueError on wrong input."""
     if (args.log is None) == (not command):
         raise ValueError("no job, or two; give the log of a run, or its command behind --")
-    terminal = console(args.json, args.html, width=None if sys.stdout.isatty() else 120, markup=False)
+    terminal = console(args.json, args.html, width=120)
     notes: list[str] = []
     task, parallel, modelled = task_of(args, command, notes)
     gpu, ranks = task.gpu, _ranks(args.ranks, parallel)
@@ -196,7 +197,7 @@ def _mocks(arguments: MegatronArguments, launched: Launched, notes: list[str]) -
     except (ValueError, OSError) as error:
         why = str(error).split(";")[0]
     if why:
-        notes.append(f"Mock data, since the job's are not read here: {files.printable(why)}.")
+        notes.append(f"Mock data, since the job's are not read here: {printable(why)}.")
     return bool(why)
 
 

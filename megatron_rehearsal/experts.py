@@ -38,8 +38,8 @@ class Experts:
         peers = torch.distributed.get_process_group_ranks(dispatcher.tp_ep_group)
         rows_of = [len(routing_map)] * len(peers)  # without a plan all micro-batches are alike
         if self._plan is not None:
-            p = self._job.parallel
-            mine, *theirs = (self._of(r // (p.tp * p.cp) % p.dp)[number] for r in (rank, *peers))
+            place = self._job.parallel.place
+            mine, *theirs = (self._of(place(r).dp)[number] for r in (rank, *peers))
             rows_of = [len(routing_map) * each // mine for each in theirs]
         count, local = dispatcher.num_experts, dispatcher.local_expert_indices
         pairs = np.array(rows_of) * dispatcher.config.moe_router_topk

@@ -72,13 +72,21 @@ def install(world_size: int) -> Store:
         kwargs.pop("device_id", None)
         return make(ranks, timeout, "silent" if backend == "gloo" else "cpu:silent,cuda:nccl", *args, **kwargs)
 
+    for module in (dist, c10d):
+        vars(module).update(init_process_group=init_process_group, new_group=new_group)
+    answer_for_others()
+    return store
+
+
+def answer_for_others() -> None:
+    """Let objects, which a fake group does not move, come back as this rank gave them, and barriers be open."""
+
     def all_gather_object(objects: list[Any], mine: Any, *args: Any, **kwargs: Any) -> None:
         objects[:] = [mine] * len(objects)
 
     def gather_object(mine: Any, objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
         all_gather_object(objects or [], mine)
 
-    ours = {each.__name__: each for each in (init_process_group, new_group, all_gather_object, gather_object)}
     for module in (dist, c10d):
-        vars(module).update(ours, **dict.fromkeys(("broadcast_object_list", "barrier"), lambda *_, **__: None))
-    return store
+        vars(module).update(all_gather_object=all_gather_object, gather_object=gather_object)
+        vars(module).update(dict.fromkeys(("broadcast_object_list", "barrier"), lambda *_, **__: None))

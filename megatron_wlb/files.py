@@ -16,11 +16,6 @@ INPUTS: set[str] = set()
 """Real paths of the files that this process has opened to read; outputs must not replace them."""
 
 
-def printable(text: str) -> str:
-    """Replace control characters, as names of files may have, which could write to the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
 def opened(path: str | os.PathLike[str], remedy: str) -> BinaryIO:
     """Open a file to read. Raises ValueError, with the remedy, for all but a readable file."""
     try:

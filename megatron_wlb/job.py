@@ -8,7 +8,7 @@ import json
 import math
 from abc import abstractmethod
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from msgspec import Meta
@@ -19,7 +19,7 @@ from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import Matrix, ModelShape
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from megatron_wlb.pipeline.split import EVEN, Split
-from megatron_wlb.settings import Count, Name, Settings, Share, Size, SizeOrNone, checked, setting
+from megatron_wlb.settings import Count, Name, Settings, Share, Size, SizeOrNone, checked, printable, setting
 
 MAX_TOKENS = _native.MAX_TOKENS
 """Longest micro-batch whose work is exact in 64 bits, with room for sums over a global batch."""
@@ -35,6 +35,15 @@ STRATEGIES = {
     "auto": ("per-sequence", "hybrid"),
 }
 """The shardings that each value of `Sharding.cp_sharding` compares."""
+
+
+class Place(NamedTuple):
+    """Of a rank among all of a job."""
+
+    stage: int
+    dp: int
+    cp: int
+    tp: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +124,13 @@ class Parallel:
         """Return the number of a rank among all."""
         outer = dp * self.pp + stage if self.stages_before_dp else stage * self.dp + dp
         return (outer * self.cp + cp) * self.tp + tp
+
+    def place(self, rank: int) -> Place:
+        """Return where a rank is: its place, of which `rank` makes the number."""
+        outer, inner = divmod(rank, self.tp * self.cp)
+        last, first = divmod(outer, self.pp if self.stages_before_dp else self.dp)
+        stage, dp = (first, last) if self.stages_before_dp else (last, first)
+        return Place(stage, dp, *divmod(inner, self.tp))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,13 +478,12 @@ class Job:
 
     def layers_by_kind(self) -> np.ndarray:
         """Return `layers` of every kind, int64 [kinds, pp, vpp], in the order of `ModelShape.kinds`."""
-        stages, kinds = self.decoder_layers().T, np.array(list(self.model.layer_kinds))
+        stages, kinds = self.decoder_layers().T, np.array(self.model.layer_kinds)
         ends, found = np.cumsum(stages).reshape(stages.shape), []
         for kind in self.model.kinds:
             counts = np.append(0, np.cumsum(kinds == kind))
             found.append(counts[ends] - counts[ends - stages])
-            # Megatron numbers layers of depths from 1 again.
-            found[-1][-1, -1] += (np.resize(kinds, self.model.depths) == kind).sum()
+            found[-1][-1, -1] += self.model.depth_kinds.count(kind)
         return np.array(found).swapaxes(1, 2)
 
     def to_json(self) -> dict[str, Any]:
@@ -488,6 +503,5 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
         if isinstance(value, dict):
             changes += differences(old if isinstance(old, dict) else {}, value, f"{prefix}{name}.")
         elif json.dumps(old) != json.dumps(value):  # in which tuples are lists
-            text = f"{prefix}{name} {old} -> {value}"  # of a file, maybe
-            changes.append("".join(c if c.isprintable() else " " for c in text))
+            changes.append(printable(f"{prefix}{name} {old} -> {value}"))  # of a file, maybe
     return changes

@@ -1,5 +1,6 @@
 """Shapes of decoder-only models, by Megatron's names for their sizes."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -97,13 +98,14 @@ class ModelShape:
     window: SizeOrNone | None = None
     """Keys that a query sees before its own in layers with a window."""
     pattern: str = FULL
-    """Kinds of the layers, over and over, a letter each; but for a hybrid model, an MLP or experts follow in each."""
+    """Kinds of the layers, over and over, a letter each. But for a hybrid model, an MLP or experts follow in each, and
+    a letter with - behind it has an MLP where others have experts."""
     hybrid: bool = False
     """Layers are one part each, and MLPs layers of their own, as of `--hybrid-layer-pattern`."""
     delta_net: Mixer | None = None
     mamba: Mixer | None = None
     dense_ffn_hidden_size: SizeOrNone = 0
-    """Of MLPs in a hybrid model that has experts, too; 0: `ffn_hidden_size`."""
+    """Of MLPs in a model that has experts, too; 0: `ffn_hidden_size`."""
     output_gate: bool = False
     """Queries are projected with a gate of their size (`--attention-output-gate`)."""
 
@@ -119,10 +121,11 @@ class ModelShape:
                 f"moe_router_group_topk (--moe-router-group-topk) is {self.moe_router_group_topk} of "
                 f"{self.moe_router_num_groups} groups of experts (--moe-router-num-groups); change one of them"
             )
-        known = FULL + WINDOWED + "".join(MIXERS) + (MLP + EXPERTS) * self.hybrid
+        known = FULL + WINDOWED + "".join(MIXERS) + MLP + EXPERTS * self.hybrid
         needs = {
             WINDOWED: ("window (--window-size)", self.window is not None),
             EXPERTS: ("moe_router_topk (--num-experts)", self.is_mixture),
+            MLP: ("moe_router_topk (--num-experts)", self.is_mixture or self.hybrid),
             **{kind: (name, getattr(self, name) is not None) for kind, name in MIXERS.items()},
         }
         where = "--hybrid-layer-pattern" if self.hybrid else "pattern"
@@ -132,27 +135,36 @@ class ModelShape:
             name, there = needs.get(kind, ("", True))
             if not there:
                 raise ValueError(f"{where} has {kind} without {name}; give both or neither")
+        if not self.hybrid and (MLP * 2 in self.pattern or self.pattern[0] == MLP):
+            raise ValueError(f"{where} has {MLP} behind no layer; give it once, behind the letter of a layer")
 
     @property
-    def layer_kinds(self) -> str:
+    def layer_kinds(self) -> list[str]:
         """The kind of every layer."""
-        return (self.pattern * -(-self.num_layers // len(self.pattern)))[: self.num_layers]
+        kinds = re.findall("." if self.hybrid else f".{MLP}?", self.pattern)
+        return (kinds * -(-self.num_layers // len(kinds)))[: self.num_layers]
+
+    @property
+    def depth_kinds(self) -> list[str]:
+        """The kind of the layer of every depth: Megatron numbers it from 1 again, and makes it as the last layer."""
+        layers = self.layer_kinds
+        return [layers[i % self.num_layers][0] + layers[-1][1:] for i in range(self.depths)]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.layer_kinds))
+        return tuple(dict.fromkeys(self.layer_kinds + self.depth_kinds))
 
     def parts_of(self, kind: str) -> str:
         """Return the parts of a layer, a letter each."""
-        return kind if self.hybrid else kind + self.feed_forward
+        return kind if self.hybrid or len(kind) > 1 else kind + self.feed_forward
 
     @property
     def feed_forward(self) -> str:
-        """The part of layers behind attention; of a hybrid model, the larger one."""
+        """The part of layers behind attention; experts where some have these."""
         return EXPERTS if self.is_mixture else MLP
 
     def mixer_of(self, kind: str) -> Mixer | None:
-        mixer: Mixer | None = getattr(self, MIXERS[kind]) if kind in MIXERS else None
+        mixer: Mixer | None = getattr(self, MIXERS[kind[0]]) if kind[0] in MIXERS else None
         return mixer
 
     def ffn_size_of(self, part: str) -> int:
@@ -161,12 +173,12 @@ class ModelShape:
     @property
     def window_by_kind(self) -> dict[str, int | None]:
         """The window of every kind of layers that have attention; None: all of a document."""
-        return {kind: self.window if kind == WINDOWED else None for kind in self.kinds if kind in (FULL, WINDOWED)}
+        return {kind: self.window if kind[0] == WINDOWED else None for kind in self.kinds if kind[0] in FULL + WINDOWED}
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of attention; None: all of a document."""
-        return tuple(self.window_by_kind.values()) or (None,)
+        return tuple(dict.fromkeys(self.window_by_kind.values())) or (None,)
 
     def without_windows(self) -> "ModelShape":
         return replace(self, pattern=self.pattern.replace(WINDOWED, FULL))
@@ -177,7 +189,7 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> int:
-        return sum(self.layer_kinds.count(kind) for kind in (FULL, WINDOWED))
+        return sum(kind[0] in FULL + WINDOWED for kind in self.layer_kinds)
 
     def pairs_beyond(self, lengths: np.ndarray) -> np.ndarray:
         """Return twice the token pairs of documents that are beyond windows, averaged over layers with attention,
@@ -185,7 +197,7 @@ class ModelShape:
         if self.window is None:
             return np.zeros_like(lengths, np.int64)
         beyond = np.maximum(lengths.astype(np.int64) - self.window - 1, 0)
-        share = Fraction(self.layer_kinds.count(WINDOWED), self.attention_layers or 1)
+        share = Fraction(sum(kind[0] == WINDOWED for kind in self.layer_kinds), self.attention_layers or 1)
         return beyond * beyond * share.numerator // share.denominator
 
     @property
@@ -271,8 +283,7 @@ class ModelShape:
 
     def held_weights_of(self, kind: str) -> tuple[int, int]:
         """Return the weights of all matrices of a layer but routed experts', and of routed experts."""
-        shared = self.shared_ffn_hidden_size / self.ffn_hidden_size
-        of_token = int(self.weights_of(kind, "experts") * (1 - shared))
+        of_token = int(self.weights_of(kind, "experts") * (1 - self.shared_part))
         held = of_token * (self.num_experts or self.moe_router_topk) // max(1, self.moe_router_topk)
         return self.weights_of(kind) - of_token, held
 
@@ -293,6 +304,11 @@ class ModelShape:
     def is_whole(self) -> bool:
         """Whether all weights are known, not only a token's experts."""
         return not self.is_mixture or self.num_experts > 0
+
+    @property
+    def shared_part(self) -> float:
+        """The part of a token's experts that is shared."""
+        return self.shared_ffn_hidden_size / self.ffn_hidden_size
 
     @property
     def expert_weights(self) -> int:
@@ -364,7 +380,10 @@ def latent_sizes(
 
 _EXPERTS = {"moe_router_topk": 8, "num_experts": 128, "qk_layernorm": True}
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-_V2_LITE, _V3 = (latent_sizes(q_lora_rank=rank, **_DEEPSEEK) for rank in (None, 1536))
+_V2_LITE: dict[str, Any] = latent_sizes(q_lora_rank=None, **_DEEPSEEK)
+_V2_LITE |= {"pattern": "*-" + "*" * 26, "dense_ffn_hidden_size": 10944}
+_V3: dict[str, Any] = latent_sizes(q_lora_rank=1536, **_DEEPSEEK)
+_V3 |= {"pattern": "*-" * 3 + "*" * 58, "dense_ffn_hidden_size": 18432}
 _V3 |= {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
 MODELS = {
     "550m": shape(24, 1280, 3456, 10, 10, 32000),
@@ -385,6 +404,5 @@ MODELS = {
 }
 """llama2-7b, codellama-34b, llama2-70b: published (Touvron et al. 2023, Roziere et al. 2023). llama3-8b, llama3-405b:
 The Llama 3 Herd of Models, table 3. qwen3-30b-a3b, qwen3-235b-a22b: their config.json. deepseek-v2-lite, deepseek-v3:
-their technical reports (2024), but with experts in the first layers, too. The paper does not publish the shapes of 550M
-and 30B. Assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b the layers, width and heads of OPT-30B, both
-LLaMA's feed-forward ratio of 8/3."""
+their technical reports (2024). The paper does not publish the shapes of 550M and 30B. Assumed: 550m has 24 layers of 10
+heads (558 M parameters), 30b the layers, width and heads of OPT-30B, both LLaMA's feed-forward ratio of 8/3."""

@@ -143,6 +143,11 @@ def short(value: Any, most: int = 40) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def printable(text: str) -> str:
+    """Replace control characters, as names of files may have, which could write to the terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def in_range[F: Callable[..., Any]](function: F) -> F:
     """Check the arguments of a function as `checked` does fields, but for arrays, sequences and objects."""
     signature = inspect.signature(function)

@@ -184,7 +184,7 @@ def commands() -> str:
 
 def _command(row: Row) -> str:
     """The command that predicts a row, as code of at most 120 columns."""
-    words = shlex.join(flags_of(Case(*_case(row)), row["wlb"]["recompute"])).replace(" --", "\n--").split("\n")
+    words = shlex.join(flags_of(Case(*Case.of(row)), row["wlb"]["recompute"])).replace(" --", "\n--").split("\n")
     lines = textwrap.wrap(
         "megatron-wlb analyze " + " ".join(word.replace(" ", "\0") for word in words), 112, break_on_hyphens=False
     )
@@ -193,10 +193,10 @@ def _command(row: Row) -> str:
 
 def documents() -> str:
     """The same jobs with other documents than F2, and where `--wlb` brings nothing."""
-    found = {(row["documents"], *_case(row)): row for row in _result("documents")["rows"]}
+    found = {(row["documents"], *Case.of(row)): row for row in _result("documents")["rows"]}
     names, lines = list(dict.fromkeys(name for name, *_ in found)), []
     for f2 in _result("step_time")["settings"]["memory"]:
-        ratios = [row[f"over {RING}"] for row in (f2, *(found[name, *_case(f2)] for name in names))]
+        ratios = [row[f"over {RING}"] for row in (f2, *(found[name, *Case.of(f2)] for name in names))]
         words = (", slower" if r < 1 - CLOSE else ", nothing" if r < 1 + CLOSE else "" for r in ratios)
         lines.append([_job(f2), *(f"{ratio:.2f}{word}" for ratio, word in zip(ratios, words, strict=True))])
     shares = [f"waiting + exchange, % of a step of {title}, mean" for title in ("Megatron", "`--wlb`")]
@@ -205,10 +205,6 @@ def documents() -> str:
         means = [[100 * statistics.mean(row[part] for row in rows) for part in ("waiting", "exchange")] for rows in of]
         lines.append([title, "", *(f"{waiting:.0f} + {exchange:.0f}" for waiting, exchange in means)])
     return _table(["tokens per second over Megatron's, by documents", "F2", *names], lines)
-
-
-def _case(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in Case._fields)
 
 
 def _job(row: Row) -> str:

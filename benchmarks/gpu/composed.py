@@ -31,15 +31,16 @@ import numpy as np
 import torch
 
 from benchmarks import results
-from benchmarks.gpu import script
+from benchmarks.gpu import machine, script
 from benchmarks.lengths import f2
 from benchmarks.results import Goal, Row, at_least, at_most
 from benchmarks.training_cpu import VOCABULARY, write_dataset
+from megatron_rehearsal.world import answer_for_others
 from megatron_wlb.cli.analyze.report import ratio_of
 from megatron_wlb.describe import tiles
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.hardware.network import Collective
-from megatron_wlb.hardware.profile import gpu_of, load_profile
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import without_wlb
 from megatron_wlb.sharding.select import shard
@@ -114,7 +115,7 @@ def watch(file: Path) -> None:
 
     from megatron_wlb.plan import step as planning
 
-    _answer_for_others()
+    answer_for_others()
     on_gpu, spans, plans = torch.cuda.is_available(), defaultdict[str, list[Any]](list), dict[int, Row]()
 
     def mark() -> Any:
@@ -186,21 +187,6 @@ def watch(file: Path) -> None:
     p2p_communication.P2PCommunicator._communicate = functools.wraps(communicate)(received)
 
 
-def _answer_for_others() -> None:
-    """Let objects of other ranks, which a fake group does not move, be those of this rank."""
-    import torch.distributed as dist
-
-    def all_gather_object(objects: list[Any], mine: Any, *args: Any, **kwargs: Any) -> None:
-        objects[:] = [mine] * len(objects)
-
-    def gather_object(mine: Any, objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        all_gather_object(objects or [], mine)
-
-    for module in (dist, dist.distributed_c10d):
-        vars(module).update(all_gather_object=all_gather_object, gather_object=gather_object)
-        vars(module).update(broadcast_object_list=lambda *args, **kwargs: None)
-
-
 Side = dict[int, list[Row]]
 """Steps of measured ranks."""
 
@@ -223,13 +209,6 @@ def placed(times: Sequence[float], job: Job, count: int, *, backward: bool) -> n
     return found
 
 
-def coordinates(rank: int, job: Job) -> tuple[int, int]:
-    """Return the data-parallel rank and the stage of a rank."""
-    p = job.parallel
-    of_stage = p.tp * p.cp * p.dp
-    return rank % of_stage // (p.tp * p.cp), rank // of_stage
-
-
 def without_communication(job: Job) -> Job:
     """Return the job on a network that takes no time, as a rank of a fake group runs."""
     network = job.profile.network
@@ -246,7 +225,7 @@ def composed(job: Job, side: Side, documents: Sequence[Sequence[Sequence[Sequenc
     """
     count = len(documents[0])
     job = job.of_step(count * job.parallel.dp, sum(sum(map(sum, each)) for each in documents))
-    ranks, shards, passes = {rank: coordinates(rank, job) for rank in side}, [], list[Passes]()
+    ranks, shards, passes = {rank: job.parallel.place(rank) for rank in side}, [], list[Passes]()
     for dp, micro_batches in enumerate(documents):
         shards.append([shard(np.array(each, np.int64), job) for each in micro_batches])
         predicted, alone = pass_times(job, shards[-1]), pass_times(without_communication(job), shards[-1])
@@ -254,10 +233,10 @@ def composed(job: Job, side: Side, documents: Sequence[Sequence[Sequence[Sequenc
         for name in ("forward", "backward"):
             added = getattr(predicted, name) - getattr(alone, name)
             of_stage = defaultdict[int, list[np.ndarray]](list)
-            for rank, (its_dp, stage) in ranks.items():
-                if its_dp == dp:
+            for rank, place in ranks.items():
+                if place.dp == dp:
                     measured = placed(side[rank][0][name], job, count, backward=name == "backward")
-                    of_stage[stage].append(1e3 * measured)
+                    of_stage[place.stage].append(1e3 * measured)
             if not of_stage:
                 raise ValueError(f"no rank of data-parallel rank {dp} was measured; give one by --ranks")
             for stage in range(job.parallel.pp):
@@ -276,8 +255,8 @@ def _stand_in(stage: int, measured: Sequence[int], job: Job) -> int:
 def rows_of(jobs: dict[str, Job], sides: dict[str, Side]) -> list[Row]:
     """A row for each way: milliseconds of its steps, composed and predicted, and what its ranks took."""
     steps = min(len(of_rank) for side in sides.values() for of_rank in side.values())
-    dp = jobs["wlb"].parallel.dp
-    by_rank = {coordinates(rank, jobs["wlb"])[0]: of_rank for rank, of_rank in sides["wlb"].items()}
+    parallel = jobs["wlb"].parallel
+    dp, by_rank = parallel.dp, {parallel.place(rank).dp: of_rank for rank, of_rank in sides["wlb"].items()}
     rows = []
     for way, side in sides.items():
         found = []
@@ -297,7 +276,7 @@ def rows_of(jobs: dict[str, Job], sides: dict[str, Side]) -> list[Row]:
 
 
 def main() -> None:
-    parser = results.parser(__doc__)
+    parser = machine.parser(__doc__)
     parser.add_argument("name", help=f"one of {', '.join(CASES)}, or of your own job")
     parser.add_argument("--script", type=Path, default=script.STAND_IN, help="pretrain_gpt.py of a checkout")
     parser.add_argument("--world-size", type=int, help="of your own job")
@@ -305,7 +284,6 @@ def main() -> None:
     parser.add_argument("--with-wlb", default="", help="of the side with --wlb, of your own job")
     parser.add_argument("--steps", type=int, help="default: 3, of which the first is left out")
     parser.add_argument("--profile", help="by which steps are predicted and communication is added; default: the job's")
-    parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end], argparse.Namespace(flags=sys.argv[end + 1 :]))
     case = CASES.get(args.name) or own(args)
@@ -324,7 +302,7 @@ def main() -> None:
             if not sides["wlb"]:
                 continue
             job = replaced(pickle.loads(next(folder.glob("wlb*.job")).read_bytes()), case, args.profile)
-            found = [{coordinates(rank, job)[0] for rank in side} for side in sides.values()]
+            found = [{job.parallel.place(rank).dp for rank in side} for side in sides.values()]
             if all(len(ranks) == job.parallel.dp for ranks in found):  # after every rank, in case that the machine goes
                 jobs = {"megatron": without_wlb(job), "wlb": job}
                 goals = written(args, case, job, rows_of(jobs, sides))
@@ -359,13 +337,11 @@ def written(args: argparse.Namespace, case: Case, job: Job, rows: list[Row]) -> 
     for row in rows:
         off = abs(row["over_predicted"] - 1)
         goals.append(at_most(f"{args.name}, {row['way']}: composed over predicted steps, off", off, 0.05))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu = machine.gpu()
     settings = {"command": sys.argv[1:], "case": case._asdict(), "profile": job.profile.name}
     settings |= {"cuda": torch.version.cuda, "communication, optimizer": "predicted"}
-    tag = gpu_of(device or "") or ("cuda" if device else "cpu")
-    where = {"device": device, "commit": args.commit, "suffix": f"_{args.name}_{tag}", "folder": args.output}
-    if args.output or device:
-        results.write("composed", settings=settings, rows=rows, goals=goals, **where)
+    if args.output or gpu:
+        results.write("composed", settings=settings, rows=rows, goals=goals, **machine.where(args, gpu, args.name))
     return goals
 
 

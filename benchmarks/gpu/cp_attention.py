@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from benchmarks import results
+from benchmarks.gpu import machine
 from benchmarks.lengths import WINDOW, attention_job, f2, packed
 from benchmarks.results import Row
-from megatron_wlb.hardware.profile import DEFAULT_PROFILE, gpu_of, load_profile
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.runtime import measure
@@ -35,14 +36,11 @@ OVER_LIMIT = 1.08
 
 
 def main() -> None:
-    parser = results.parser(__doc__, "tiny, to see that everything runs")
+    parser = machine.parser(__doc__, "tiny, to see that everything runs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=8.5, help="no case begins later; default: %(default)s")
-    parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     args, begin = parser.parse_args(), time.perf_counter()
-    device = torch.cuda.get_device_name() if args.device == "cuda" else None
-    tag = gpu_of(device or "") or args.device
-    where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     window = 512 if args.quick else WINDOW
     given = {"profile": load_profile(DEFAULT_PROFILE), "packing": AdaptivePacking()}
     lengths = np.maximum(1, f2(20_000, 0) * window // WINDOW)
@@ -60,7 +58,7 @@ def main() -> None:
             over = next(row["over_limit"] for row in found if row["sharding"] == "auto")
             goals.append(results.at_most(f"{model}, CP={cp}: auto over the limit", over, OVER_LIMIT))
         if args.output or not args.quick:  # after every case, in case that the machine goes
-            results.write("cp_attention", settings=settings, rows=rows, goals=goals, **where)
+            results.write("cp_attention", settings=settings, rows=rows, goals=goals, **machine.where(args, gpu))
     results.conclude(goals, args.check)
 
 

@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 
 from benchmarks import results
+from benchmarks.gpu import machine
 from benchmarks.results import Row
 from megatron_wlb.documents import SEGMENT
-from megatron_wlb.hardware.profile import gpu_of
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, side_by_side
 from megatron_wlb.runtime.measure import stopwatch_of
@@ -121,20 +121,17 @@ def rows_of(device: str, divisor: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = results.parser(__doc__)
+    parser = machine.parser(__doc__)
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at a tiny size")
-    parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     args = parser.parse_args()
     rows: list[Row] = []
     for row in rows_of("cpu" if args.rehearse else "cuda", 256 if args.rehearse else 1):
         rows.append(row)
         print(row, flush=True)
-    device = None if args.rehearse else torch.cuda.get_device_name()
-    tag = gpu_of(device or "") or ("cuda" if device else "cpu")
+    gpu = None if args.rehearse else torch.cuda.get_device_name()
     settings = {"command": sys.argv[1:], "cuda": torch.version.cuda, "heads": HEADS, "head_size": HEAD_SIZE}
-    where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
-    if args.output or device:
-        print(results.write("probes", settings=settings, rows=rows, **where))
+    if args.output or gpu:
+        print(results.write("probes", settings=settings, rows=rows, **machine.where(args, gpu)))
 
 
 if __name__ == "__main__":

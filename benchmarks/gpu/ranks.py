@@ -28,12 +28,11 @@ import numpy as np
 import torch
 
 from benchmarks import results
-from benchmarks.gpu import script, smoke
+from benchmarks.gpu import machine, script, smoke
 from benchmarks.gpu.training import COMMON, GROUPED, JOBS, TINY
 from benchmarks.lengths import f2
 from benchmarks.results import Goal, Row, at_least, at_most
 from benchmarks.training_cpu import write_dataset
-from megatron_wlb.hardware.profile import gpu_of
 
 STEPS, WINDOW, WINDOWS = 6, 16384, 4
 """Documents of windows of 16K are long enough to be shared, in several rounds."""
@@ -188,7 +187,7 @@ def goals(rows: Sequence[Row], steps: int, off: float = 1e-3) -> list[Goal]:
 
 
 def main() -> None:
-    parser = results.parser(__doc__)
+    parser = machine.parser(__doc__)
     parser.add_argument("--script", type=Path, default=script.STAND_IN, help="pretrain_gpt.py of a checkout")
     parser.add_argument("--library", type=Path, help="NCCL's, preloaded; default: torch's")
     parser.add_argument(
@@ -196,13 +195,10 @@ def main() -> None:
     )
     parser.add_argument("--name", default="ranks", help="of the result file; default: %(default)s")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at a tiny size in fp32")
-    parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     args = parser.parse_args()
     steps, off = (3, 1e-5) if args.rehearse else (STEPS, 1e-3)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    tag = gpu_of(device or "") or ("cuda" if device else "cpu")
+    gpu = machine.gpu()
     settings = {"command": sys.argv[1:], "cuda": torch.version.cuda, "layouts": {n: LAYOUTS[n] for n in args.layouts}}
-    where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.output / "work" / args.name if args.output else Path(temporary)
         wanted, ended, rows = runs_of(args, folder, steps), dict[str, script.Run](), list[Row]()
@@ -214,7 +210,8 @@ def main() -> None:
                 for name, run, base, still in wanted
                 if {run.name, base, still} <= ended.keys()
             ]
-            if args.output or device:  # after every run, in case that the machine goes
+            if args.output or gpu:  # after every run, in case that the machine goes
+                where = machine.where(args, gpu)
                 results.write(args.name, settings=settings, rows=rows, goals=goals(rows, steps, off), **where)
     results.conclude(goals(rows, steps, off), args.check)
     good = sum(row["same_digests"] == steps and row["finite"] for row in rows)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import results
+from benchmarks.gpu import machine
 from benchmarks.results import ROOT, Row, at_least
-from megatron_wlb.hardware.profile import gpu_of
 
 SHARED = {
     **{"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0", "NCCL_DEBUG": "WARN"},
@@ -157,11 +157,10 @@ def main() -> None:
     if sys.argv[1:] == ["--rank"]:
         rank()
         return
-    parser = results.parser(__doc__)
+    parser = machine.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--library", type=Path, help="NCCL's, preloaded; default: torch's")
     parser.add_argument("--limit", type=float, default=60, help="seconds of a try; default: %(default)s")
-    parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     args = parser.parse_args()
     rows: list[Row] = []
     works: dict[str, str] = {}
@@ -173,13 +172,11 @@ def main() -> None:
             if not why:
                 works |= env
                 break
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    tag = gpu_of(device or "") or ("cuda" if device else "cpu")
+    gpu = machine.gpu()
     goals = [at_least("numbers of ranks that share the GPU", len({r["ranks"] for r in rows if not r["failed"]}), 1)]
     settings = {"command": sys.argv[1:], "works": works, "shared": SHARED}
-    where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
     if args.output:
-        print(results.write("smoke", settings=settings, rows=rows, goals=goals, **where))
+        print(results.write("smoke", settings=settings, rows=rows, goals=goals, **machine.where(args, gpu)))
     results.conclude(goals, check=True)
 
 

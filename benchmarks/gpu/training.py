@@ -22,12 +22,11 @@ import numpy as np
 import torch
 
 from benchmarks import results
-from benchmarks.gpu import script
+from benchmarks.gpu import machine, script
 from benchmarks.lengths import f2
 from benchmarks.results import at_least, at_most
 from benchmarks.training_cpu import VOCABULARY, write_dataset
 from megatron_wlb.cli import compare, run_log
-from megatron_wlb.hardware.profile import gpu_of
 
 WARM = 3
 """Steps that are left out of times: cuDNN plans in the first ones."""
@@ -129,7 +128,7 @@ def goals(rows: list[results.Row]) -> list[results.Goal]:
 
 
 def main() -> None:
-    parser = results.parser(__doc__, "the tiny model alone")
+    parser = machine.parser(__doc__, "the tiny model alone")
     parser.add_argument("script", type=Path, help="pretrain_gpt.py of a checkout")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=[*JOBS], metavar="NAME", help="default: all")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help="default: those that the job is for")
@@ -138,7 +137,6 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="profile one step")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at a tiny size")
     parser.add_argument("--profile", help="by which steps are predicted; default: as in training")
-    parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.output / "work" / args.name if args.output else Path(temporary)
@@ -175,11 +173,9 @@ def main() -> None:
                 print(rows[-1], flush=True)
     settings = {"command": sys.argv[1:], "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     settings |= {"common": COMMON, "jobs": JOBS, "ways": WAYS}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    tag = gpu_of(device or "") or ("cuda" if device else "cpu")
-    where = {"device": device, "commit": args.commit, "suffix": f"_{tag}", "folder": args.output}
+    gpu = machine.gpu()
     if args.output or not args.quick:
-        print(results.write(args.name, settings=settings, rows=rows, goals=goals(rows), **where))
+        print(results.write(args.name, settings=settings, rows=rows, goals=goals(rows), **machine.where(args, gpu)))
     results.conclude(goals(rows), args.check)
 
 

@@ -9,9 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 
-from rich.console import Console
-from rich.progress import track
-
 from benchmarks import results
 from benchmarks.paper import figures, report
 from benchmarks.paper.cases import SEVEN_128, TABLE_1
@@ -32,7 +29,7 @@ def run(scale: dict[str, int], quick: bool) -> list[Row]:
         futures = [pool.submit(figures.figure_12, case, steps[case]) for case in cases]
         futures.append(pool.submit(figures.figure_15, scale["layer"]))
         futures.append(pool.submit(figures.table_2, scale["packing"]))
-        made = [f.result() for f in track(futures, "simulating", console=Console(stderr=True))]
+        made = [f.result() for f in results.track(futures, "simulating")]
     return [row for rows in made for row in rows]
 
 

@@ -3,7 +3,7 @@
 import atexit
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -119,9 +119,9 @@ class Batch:
         return self._each(lambda part: part.pin_memory())
 
     def _each(self, move: Callable[[Any], Any]) -> "Batch":
-        names = ("metadata", "positions", "tokens", "labels", "loss_mask", "upstream_micro_batch", "padding")
-        parts = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: move(part) for name, part in parts.items() if part is not None})
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: move(part) for name, part in parts.items() if isinstance(part, torch.Tensor | ShardMetadata)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_tokenizer
+from megatron.training import get_args, get_tokenizer, is_last_rank
 from torch import Tensor
 
 from megatron_wlb.adapter.data import Batch
@@ -196,7 +196,7 @@ class Upstream:
         ) -> Any:
             text = reduced(self._ended())
             self._begin()
-            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            if is_last_rank():
                 print(digest_line(iteration, text), flush=True)
             return training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
 

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from megatron_wlb import files
+from megatron_wlb.settings import printable
 
 
 @contextlib.contextmanager
@@ -17,7 +17,7 @@ def one_line() -> Iterator[None]:
         here = os.environ.get("RANK")
         rank = f" on rank {here}" if here and os.environ.get("WORLD_SIZE", "1") != "1" else ""
         print(
-            f"{os.path.basename(sys.argv[0])}: error{rank}: {files.printable(str(error))}\n",
+            f"{os.path.basename(sys.argv[0])}: error{rank}: {printable(str(error))}\n",
             end="",
             file=sys.stderr,
             flush=True,

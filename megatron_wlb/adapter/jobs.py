@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from megatron_wlb.adapter.sources.source import SplitData
-from megatron_wlb.describe import refusals
+from megatron_wlb.describe import alternatives, refusals
 from megatron_wlb.describe.megatron import Description
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, GPUS, gpu_of
 from megatron_wlb.job import Job
 from megatron_wlb.packing.megatron import MegatronPacking
-from megatron_wlb.plan.micro_batches import Prediction, predictions
+from megatron_wlb.plan.micro_batches import Prediction
 from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 
@@ -79,10 +79,9 @@ def described(args: Namespace) -> Description:
 
 def best_job(args: Namespace, run: Description, data: SplitData) -> tuple[Job, list[Prediction]]:
     """Return the job for the training samples, and the predictions that `--wlb-micro-batches auto` compared, if any."""
-    job, known = run.job(), run.budget is not None
-    if run.settings.micro_batches != "auto" or batch_sizes(args):
-        return job, []
-    return predictions(job, run.job, data.samples, memory_known=known, first_sample=data.first_sample)
+    if batch_sizes(args):
+        return run.job(), []
+    return alternatives.best(run, run.packing, data.samples, first_sample=data.first_sample)
 
 
 def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:

@@ -15,7 +15,7 @@ import megatron.core
 import msgspec
 import numpy as np
 import torch
-from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0, training
+from megatron.training import get_tensorboard_writer, get_wandb_writer, is_last_rank, print_rank_0, training
 
 from megatron_wlb import __version__, files, layers
 from megatron_wlb.adapter import forecast
@@ -135,7 +135,7 @@ class Report:
             return
         job = self._plans.job("train", plan.step).of_step(len(plan.batch), plan.tokens)
         self.clock.measure(job)
-        if _is_last() and not untimed(job):
+        if is_last_rank() and not untimed(job):
             self._predicted = self._thread.submit(_predicted, job, plan.batch)
 
     def _wants(self, iteration: int) -> bool:
@@ -201,7 +201,7 @@ class Report:
 
     def _measured(self, loss_dict: Any, iteration: int) -> tuple[float | None, float]:
         wanted = self._wants(iteration) or self._run.digest
-        loss = float(loss_dict["lm loss"]) if _is_last() and wanted else None
+        loss = float(loss_dict["lm loss"]) if is_last_rank() and wanted else None
         return loss, time.perf_counter() - self._began  # on a GPU, too: reading the loss waits for the step
 
     def _write(self, iteration: int, skipped: bool, loss: float | None, took: float) -> None:
@@ -285,10 +285,6 @@ def _machine() -> dict[str, Any]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["transformer-engine"] = metadata.version("transformer-engine")
     return {"device": device_name("cuda" if torch.cuda.is_available() else "cpu"), "versions": versions}
-
-
-def _is_last() -> bool:
-    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
 def details(plan: StepPlan, job: Job) -> dict[str, Any]:

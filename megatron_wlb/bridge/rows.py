@@ -115,7 +115,7 @@ class _Rows:
         return self.size
 
     def documents(self, samples: np.ndarray) -> np.ndarray:
-        """See `Part`. `document` is a row, `offset` the place of a conversation there."""
+        """See `DatasetSamples`. `document` is a row, `offset` the place of a conversation there."""
         found = [self._found(number) for number in samples.tolist()]
         sample = np.repeat(np.arange(len(samples)), list(map(len, found)))
         rows = np.zeros(len(sample), DOCUMENT)

@@ -93,11 +93,30 @@ def progress(total: int, output: str | None, text: str) -> Iterator[Advance]:
         yield begin(text, total)
 
 
-def console(*outputs: str | None, **options: Any) -> Any:
-    """Return a rich console; call it before the work, since rich is an extra."""
+Rows = list[tuple[str, ...]]
+"""Of a table, the first with its titles."""
+
+
+def console(*outputs: str | None, width: int) -> Any:
+    """Return a rich console, of `width` columns if no terminal tells its own.
+
+    Call it before the work, since rich is an extra. Raises ValueError if two outputs are standard output.
+    """
     from rich.console import Console
 
-    return Console(stderr="-" in outputs, highlight=False, **options)
+    if outputs.count("-") > 1:
+        raise ValueError("two outputs would be mixed on standard output; name a file for one")
+    columns = None if sys.stdout.isatty() else width
+    return Console(stderr="-" in outputs, highlight=False, markup=False, width=columns)
+
+
+def show(console: Any, words: Sequence[str], tables: Sequence[Rows]) -> None:
+    """Print sentences, of which the first is the verdict, and tables behind that."""
+    console.print(words[0], style="bold", soft_wrap=True)
+    for rows in tables:
+        console.print(table(rows[0], rows[1:]))
+    for sentence in words[1:]:
+        console.print(f"- {sentence}", soft_wrap=True)
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], bold: Collection[str] = ()) -> Any:

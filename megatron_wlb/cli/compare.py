@@ -16,17 +16,16 @@ such as Megatron-Bridge's, need --num-gpus and --seq-length.
 import argparse
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb import files
 from megatron_wlb.cli import common
-from megatron_wlb.cli.common import integer, write_json, writer
+from megatron_wlb.cli.common import Rows, integer, write_json, writer
 from megatron_wlb.cli.profile import relative_error
 from megatron_wlb.cli.run_log import MOST_DIFFERENCES, OTHER, Line, Log, differences, read, read_step_log
 from megatron_wlb.hardware.profile import same_device
-from megatron_wlb.settings import short
+from megatron_wlb.settings import printable, short
 from megatron_wlb.simulate.step import TIME_SHARES
 
 FORMAT = "megatron-wlb-comparison"
@@ -56,23 +55,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if len(args.logs) > 2:
         raise ValueError(f"{len(args.logs)} logs; give BASE and RUN, or RUN alone")
-    console = common.console(args.json, width=120, markup=False)
+    console = common.console(args.json, width=120)
     if len(args.logs) == 1:
-        rows, said, numbers = predicted(args.logs[0], args.skip)
+        found = predicted(args.logs[0], args.skip)
     else:
-        rows, said, numbers = compared(*(read(name, args.skip, args.num_gpus, args.seq_length) for name in args.logs))
-    said.append(f"Left out: the first {args.skip} steps of every start (--skip), or of a folder of TensorBoard.")
-    said = [*map(files.printable, said)]
+        found = compared(*(read(name, args.skip, args.num_gpus, args.seq_length) for name in args.logs))
+    left_out = f"Left out: the first {args.skip} steps of every start (--skip), or of a folder of TensorBoard."
+    said = [*map(printable, (*found.said, left_out))]
     with writer(args.json, "--json") as out:
-        write_json(out, {"format": FORMAT, "version": VERSION, "words": said} | numbers)
-    console.print(said[0], style="bold", soft_wrap=True)
-    console.print(common.table(rows[0], rows[1:]))
-    for sentence in said[1:]:
-        console.print(f"- {sentence}", soft_wrap=True)
+        write_json(out, {"format": FORMAT, "version": VERSION, "words": said} | found.numbers)
+    common.show(console, said, [found.rows])
 
 
-def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dict[str, Any]]:
-    """Return a table, sentences of which the first is the verdict, and the numbers. Raises ValueError."""
+class Comparison(NamedTuple):
+    """Everything that is shown."""
+
+    rows: Rows
+    said: list[str]
+    """Sentences, the verdict first."""
+    numbers: dict[str, Any]
+    """As JSON types."""
+
+
+def compared(base: Log, ran: Log) -> Comparison:
+    """Compare two runs. Raises ValueError if they have no steps to compare."""
     if base.padded != ran.padded:
         padded, other = (base, ran) if base.padded else (ran, base)
         raise ValueError(
@@ -101,7 +107,7 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
     rates = [float(t / s / log.gpus) for log, (_, s, t) in zip(both, of_step, strict=True)]
     value = rates[1] / rates[0]
     error = value * _error(steps, paired)
-    rows: list[tuple[str, ...]] = [
+    rows: Rows = [
         ("", "BASE", "RUN"),
         ("tokens per second and GPU", *(f"{rate:,.1f}" for rate in rates)),
         ("time of a step, ms", *(f"{1e3 * s / n:,.1f}" for n, s, _ in of_step)),
@@ -143,7 +149,7 @@ def compared(base: Log, ran: Log) -> tuple[list[tuple[str, ...]], list[str], dic
     if base.whole != ran.whole:
         said.append("Only Megatron's times include the work before the forward pass; give its log of both to be exact.")
     numbers["steps"] = [[[x if math.isfinite(x) else None for x in row] for row in each.tolist()] for each in steps]
-    return rows, said, numbers
+    return Comparison(rows, said, numbers)
 
 
 def _losses(steps: Sequence[np.ndarray], numbers: dict[str, Any]) -> str:
@@ -196,7 +202,7 @@ def _between(steps: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return np.hstack((ends, np.array([part[:, 1:].sum(axis=0) for part in parts]).reshape(-1, 5)))
 
 
-def predicted(name: str, skip: int) -> tuple[list[tuple[str, ...]], list[str], dict[str, Any]]:
+def predicted(name: str, skip: int) -> Comparison:
     """Compare a `--wlb-log` file with the run's predictions.
 
     Raises ValueError where it predicted nothing, or by the profile of another device.
@@ -215,7 +221,7 @@ def predicted(name: str, skip: int) -> tuple[list[tuple[str, ...]], list[str], d
     median, p90 = relative_error(expected, measured)
     varies = min(np.ptp(expected), np.ptp(measured)) > 0
     correlation = float(np.corrcoef(expected, measured)[0, 1]) if varies else math.nan
-    rows: list[tuple[str, ...]] = [
+    rows: Rows = [
         ("", "measured", "predicted"),
         ("time of a step, ms", *(f"{each.mean():,.2f}" for each in (measured, expected))),
     ]
@@ -225,7 +231,8 @@ def predicted(name: str, skip: int) -> tuple[list[tuple[str, ...]], list[str], d
     verdict += f"; their correlation is {correlation:.3f}." if varies else "."
     of = f"{len(told):,} steps on {device or 'an unknown device'}; profile {profile.name}."
     numbers = {"error_median": median, "error_p90": p90, "correlation": correlation if varies else None}
-    return rows, [verdict, of], numbers | {"steps": [[line.step, line.step_ms, line.predicted_ms] for line in told]}
+    lines = {"steps": [[line.step, line.step_ms, line.predicted_ms] for line in told]}
+    return Comparison(rows, [verdict, of], numbers | lines)
 
 
 def _mean(steps: Sequence[Line], how: str, share: str) -> str:

@@ -24,7 +24,7 @@ from megatron_wlb.describe.arguments import (
     marked,
     rows,
 )
-from megatron_wlb.settings import short
+from megatron_wlb.settings import printable, short
 
 MOST_BYTES = 1 << 28
 """Largest log that is read. `BLOCK` cuts a larger one."""
@@ -106,7 +106,7 @@ def arguments_of(text: str, name: str) -> Launched:
             f"{short(name)} has no arguments as Megatron prints them; {_REMEDY}, or the run's command behind --"
         )
     lines = text[begins[-1] : end].splitlines()
-    texts = {m[1]: files.printable(m[2]).strip() for line in lines if (m := _ARGUMENT.search(line))}
+    texts = {m[1]: printable(m[2]).strip() for line in lines if (m := _ARGUMENT.search(line))}
     parsed = (text for text in texts.values() if len(text) <= LONGEST_VALUE)
     if sum(map(len, parsed)) > MOST_VALUES:
         raise ValueError(f"{short(name)}: its arguments have over {MOST_VALUES >> 20} MiB, the limit; {_REMEDY}")
@@ -270,7 +270,7 @@ def _stated(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         flag, equals, value = word.partition("=")
         if word.startswith("--"):
-            values = given[files.printable(flag[2:])] = [value] if equals else []
+            values = given[printable(flag[2:])] = [value] if equals else []
             name = names.get(flag[2:], flag[2:].replace("-", "_"))
             is_switch = flag[2:] in SWITCHES
             room = sys.maxsize if name in LISTS else int(not is_switch)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from megatron_wlb import __version__, files
 from megatron_wlb.cli import analyze, compare, profile, trial
+from megatron_wlb.settings import printable
 
 COMMANDS = (analyze, trial, profile, compare)
 EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy", "tensorboard", "tree_sitter"), "analysis")
@@ -134,8 +135,7 @@ def _refuse(program: str, message: str) -> int:
 def refusal(program: str, message: str) -> str:
     """Format an error as one line."""
     words = (
-        word if len(word) <= MOST_OF_A_WORD else f"{word[:MOST_OF_A_WORD]}..."
-        for word in files.printable(message).split()
+        word if len(word) <= MOST_OF_A_WORD else f"{word[:MOST_OF_A_WORD]}..." for word in printable(message).split()
     )
     line = " ".join(words)
     return f"{program}: error: {line if len(line) <= MOST_OF_A_LINE else f'{line[:MOST_OF_A_LINE]}...'}\n"

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_wlb import files, layers
+from megatron_wlb import layers
 from megatron_wlb.cli.common import progress, write_json, writer
 from megatron_wlb.cli.job import add_model_flag
 from megatron_wlb.cli.launch import read_flags
@@ -35,6 +35,7 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.documents import Shard, ShardPlan
 from megatron_wlb.hardware.profile import GPUS, KernelModel, KernelTimes, Profile, Versions, gpu_of, load_profile
+from megatron_wlb.settings import printable
 from megatron_wlb.sharding.select import divide
 
 LONGEST_TOKENS = {"cuda": (131072, 16384), "cpu": (4096, 1024)}
@@ -116,7 +117,7 @@ def _fit(
     kernel, error = fit_directions(shards, us, model.num_attention_heads, TILE_ROWS[target.device])
     flops = 2e-6 * model.token_weights  # TFLOP/s x us per token
     measured = dict(
-        name=files.printable(Path(args.output).stem)[:200] if args.output != "-" else target.backend.name,
+        name=printable(Path(args.output).stem)[:200] if args.output != "-" else target.backend.name,
         **kernel,
         linear_tflops=(rounded(flops / linear_us[0]), rounded(2 * flops / linear_us[1])),
         head_size=model.head_size,

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_wlb import files
 from megatron_wlb.cli import launch, screen
+from megatron_wlb.cli.data import DATA
 from megatron_wlb.describe.arguments import MegatronArguments, flag_of
 from megatron_wlb.settings import short
 
@@ -23,11 +24,11 @@ MOST_OF_A_STEP = 1 << 26
 _REMEDY = "give Megatron's output, the file that --wlb-log named, or a folder of TensorBoard"
 _ITERATION = re.compile(r"(?m)(?:^|[\s:])iteration +([0-9]+)/ *[0-9]+ \|(.*)")
 _SKIPPED = ("number of skipped iterations", "number of nan iterations")
-OTHER = set(
-    """seq_length global_batch_size seed split data_path train_data_path data_args_path per_split_data_args_path
-    mock_data tokenizer_model tokenizer_type vocab_size padded_vocab_size num_layers hidden_size ffn_hidden_size
-    num_attention_heads num_query_groups kv_channels num_experts moe_ffn_hidden_size moe_router_topk mtp_num_layers
-    hybrid_layer_pattern multi_latent_attention kv_lora_rank q_lora_rank window_size""".split()
+OTHER = DATA | set(
+    """seq_length global_batch_size seed split tokenizer_model tokenizer_type vocab_size padded_vocab_size num_layers
+    hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_experts moe_ffn_hidden_size
+    moe_router_topk mtp_num_layers hybrid_layer_pattern multi_latent_attention kv_lora_rank q_lora_rank
+    window_size""".split()
 )
 """Arguments with which a step trains another model, or other data: its losses do not compare."""
 _BESIDE = re.compile(
@@ -81,9 +82,14 @@ def _log(
     starts: Sequence[Sequence[tuple[float, ...]]],
     skip: int,
     remarks: Sequence[str] = (),
+    *,
+    tells_nan: bool,
     **more: Any,
 ) -> Log:
-    """Make a log of starts, each a list of rows of `Log.steps`; of steps that ran twice, the later counts."""
+    """Make a log of starts, each a list of rows of `Log.steps`; of steps that ran twice, the later counts.
+
+    `tells_nan`: where no step has a finite loss, losses were no numbers; otherwise the log has none.
+    """
     warm: dict[float, tuple[float, ...]] = {}
     every: dict[float, tuple[float, ...]] = {}
     for start in starts:
@@ -93,10 +99,9 @@ def _log(
     rows = np.array([every[number] for number in sorted(every)]).reshape(-1, 6)
     wrong = (rows[:, 5] > 0) & ~np.isfinite(rows[:, 4])
     diverged = ""
-    if wrong.any() and (not wrong.all() or np.isinf(rows[:, 4]).any() or more.pop("is_nan", False)):
+    if wrong.any() and (tells_nan or not wrong.all() or np.isinf(rows[:, 4]).any()):
         since = f"from step {rows[wrong.argmax(), 0]:,.0f} on" if wrong[wrong.argmax() :].all() else ""
         diverged = since or f"at {wrong.sum():,} of {len(rows):,} steps, first at step {rows[wrong.argmax(), 0]:,.0f}"
-    more.pop("is_nan", None)
     remarks = [*remarks]
     if wrong.all() and not diverged:
         remarks.append("it has no loss at any step; Megatron prints none that is not a number.")
@@ -162,7 +167,7 @@ def _of_text(name: str, skip: int, num_gpus: int | None, seq_length: int | None)
     remarks = [f"{len(broken):,} lines of iterations are broken, and left out: {short(broken[0])}"] if broken else []
     remarks += _between_starts(text)
     return _log(
-        name, gpus, starts, skip, remarks, padded=bool(stated.get("sft")), arguments=stated, is_nan=bool(has_losses)
+        name, gpus, starts, skip, remarks, padded=bool(stated.get("sft")), arguments=stated, tells_nan=bool(has_losses)
     )
 
 
@@ -271,7 +276,7 @@ def _of_step_log(name: str, skip: int) -> Log:
     untold = sum(line.skipped is None for start in starts for line in start)
     remarks = [f"{untold:,} of its steps, of an earlier release, do not say if they were skipped: they count."]
     remarks *= untold > 0
-    return _log(name, _gpus(starts[0][0]), rows, skip, remarks, whole=False, arguments=known, is_nan=True)
+    return _log(name, _gpus(starts[0][0]), rows, skip, remarks, whole=False, arguments=known, tells_nan=True)
 
 
 def _of_tensorboard(name: str, skip: int) -> Log:
@@ -334,8 +339,8 @@ def _of_tensorboard(name: str, skip: int) -> Log:
         raise ValueError(f"{name} has no times of steps; add --log-timers-to-tensorboard to the run, or {_REMEDY}")
     padded = not ours and argument("sft") == "True"
     known = {what: [*arguments(what).values()][-1] for what in stated}
-    more = {"padded": padded, "whole": not ours, "arguments": known, "is_nan": bool(losses)}
-    return _log(name, number("world_size"), [rows], skip, remarks, **more)
+    more = {"padded": padded, "whole": not ours, "arguments": known}
+    return _log(name, number("world_size"), [rows], skip, remarks, tells_nan=bool(losses), **more)
 
 
 def differences(base: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

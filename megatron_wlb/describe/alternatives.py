@@ -75,10 +75,14 @@ def chooses(run: Description, packing: Packing) -> bool:
     return run.settings.micro_batches == "auto" and packing.steady_tokens
 
 
-def best(run: Description, packing: Packing, samples: Samples) -> tuple[Job, list[Prediction]]:
-    """Return the job of a packing policy with the micro-batches of `auto`, and the predictions compared."""
+def best(
+    run: Description, packing: Packing, samples: Samples, *, first_sample: int = 0
+) -> tuple[Job, list[Prediction]]:
+    """Return the job of a packing policy with the micro-batches of `auto`, and the predictions compared, if any."""
     make, known = partial(run.job, packing=packing), run.budget is not None
-    return predictions(make(), make, samples, memory_known=known) if chooses(run, packing) else (make(), [])
+    if not chooses(run, packing):
+        return make(), []
+    return predictions(make(), make, samples, memory_known=known, first_sample=first_sample)
 
 
 def _with_a_flag(run: Description, job: Job, samples: Samples) -> Iterator[tuple[str, Job]]:
@@ -125,9 +129,7 @@ def layouts(run: Description, job: Job, samples: Samples, *, first_sample: int =
         other = replace(run, arguments=replace(run.arguments, **layout)).without_memory()
         with contextlib.suppress(ValueError):
             if (budget := _budget_in(run, job, other)) is not None:
-                known = replace(other, budget=budget)
-                make = known.job
-                found, _ = predictions(make(), make, samples, memory_known=True, first_sample=first_sample)
+                found, _ = best(replace(other, budget=budget), run.packing, samples, first_sample=first_sample)
                 yield Alternative("layouts", layout_flags(found), found)
 
 
@@ -212,4 +214,4 @@ def relieved(job: Job, samples: Samples) -> Job:
 
 def gib(job: Job) -> float:
     """Memory of the fullest GPU in GiB, with the activations of `peak_bytes`."""
-    return (weight_bytes(job) + max(peak_bytes(job, stage) for stage in range(job.parallel.pp))) / 2**30
+    return (weight_bytes(job) + peak_bytes(job)) / 2**30

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from megatron_wlb.layers import VARIANTS
 from megatron_wlb.layers.part import ONE_SIZE
-from megatron_wlb.settings import message_of
+from megatron_wlb.settings import Count, message_of
 
 SWITCHED_OFF = {
     "apply_rope_fusion": "no-rope-fusion",
@@ -124,7 +124,6 @@ _UNSUPPORTED = Refused("is not supported; leave it out")
 _OTHER_DATA = Refused("is not supported; pre-train on .bin/.idx datasets (--data-path)")
 _FORMER = Refused("belongs to an older release; give --hybrid-layer-pattern")
 _SCALES = Differs("scales of FP8 and FP4 are of other micro-batches, as with another --micro-batch-size")
-_Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Ranks = Annotated[int, Meta(ge=1, le=1 << 17)]
 _Words = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
@@ -140,18 +139,18 @@ class MegatronArguments:
     """
 
     num_layers: _Layers | None = None
-    hidden_size: _Size | None = None
-    num_attention_heads: _Size | None = None
+    hidden_size: Count | None = None
+    num_attention_heads: Count | None = None
     group_query_attention: bool = False
-    num_query_groups: _Size | None = None
-    kv_channels: _Size | None = None
-    ffn_hidden_size: _Size | None = None
+    num_query_groups: Count | None = None
+    kv_channels: Count | None = None
+    ffn_hidden_size: Count | None = None
     swiglu: bool | None = None
     qk_layernorm: bool | None = None
     mtp_num_layers: _LayersOrNone | None = None
     vocab_size: _Words | None = None
     padded_vocab_size: _Words | None = None
-    make_vocab_size_divisible_by: _Size = 128
+    make_vocab_size_divisible_by: Count = 128
     transformer_impl: str = "transformer_engine"
     window_size: tuple[int, int] | str | None = _row(
         None, Refused("is {}; causal attention has no keys to its right, give LEFT,0", _sees_right)
@@ -176,25 +175,26 @@ class MegatronArguments:
         ),
     )
     linear_attention_freq: tuple[int, ...] | str | None = None
-    linear_key_head_dim: _Size = 128
-    linear_value_head_dim: _Size = 128
-    linear_num_key_heads: _Size = 16
-    linear_num_value_heads: _Size = 32
-    mamba_num_heads: _Size | None = None
-    mamba_head_dim: _Size = 64
-    mamba_num_groups: _Size = 8
-    mamba_state_dim: _Size = 128
+    linear_key_head_dim: Count = 128
+    linear_value_head_dim: Count = 128
+    linear_num_key_heads: Count = 16
+    linear_num_value_heads: Count = 32
+    mamba_num_heads: Count | None = None
+    mamba_head_dim: Count = 64
+    mamba_num_groups: Count = 8
+    mamba_state_dim: Count = 128
     multi_latent_attention: bool = False
-    q_lora_rank: _Size | None = None
-    kv_lora_rank: _Size = 32
-    qk_head_dim: _Size = 128
-    qk_pos_emb_head_dim: _Size = 64
-    v_head_dim: _Size = 128
-    num_experts: _Size | None = None
-    moe_router_topk: _Size = 2
-    moe_router_num_groups: _Size | None = None
-    moe_router_group_topk: _Size | None = None
-    moe_ffn_hidden_size: _Size | None = None
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Count = 32
+    qk_head_dim: Count = 128
+    qk_pos_emb_head_dim: Count = 64
+    v_head_dim: Count = 128
+    num_experts: Count | None = None
+    moe_router_topk: Count = 2
+    moe_router_num_groups: Count | None = None
+    moe_router_group_topk: Count | None = None
+    moe_ffn_hidden_size: Count | None = None
+    moe_layer_freq: tuple[int, ...] | str | None = None
     moe_shared_expert_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     moe_token_dispatcher_type: Annotated[str, Meta(pattern="^(allgather|alltoall|flex)$")] | None = _row(None, SET)
     moe_flex_dispatcher_backend: str | None = None
@@ -211,8 +211,8 @@ class MegatronArguments:
     seq_length: Annotated[int, Meta(ge=1, le=1 << 26)] | None = _row(
         None, Refused("is missing; give the context window", _is(None))
     )
-    global_batch_size: _Size | None = None
-    micro_batch_size: _Size = field(default=1, metadata={"verdicts": (SET,)})
+    global_batch_size: Count | None = None
+    micro_batch_size: Count = field(default=1, metadata={"verdicts": (SET,)})
     world_size: _Ranks | None = None
     tensor_model_parallel_size: _Ranks = 1
     context_parallel_size: _Ranks = 1
@@ -223,7 +223,7 @@ class MegatronArguments:
     virtual_pipeline_model_parallel_size: int | None = None
     num_virtual_stages_per_pipeline_rank: _Layers | None = None
     num_layers_per_virtual_pipeline_stage: _Layers | None = None
-    microbatch_group_size_per_vp_stage: _Size | None = None
+    microbatch_group_size_per_vp_stage: Count | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     decoder_first_pipeline_num_layers: _LayersOrNone | None = None
@@ -602,7 +602,6 @@ _JUDGED: dict[str, tuple[Verdict, ...]] = {
         ),
     ),
     **_each("moe_hybridep_pad_uneven_dispatch_inputs", SET),
-    **_each("moe_layer_freq", Simulated((1,))),
     **_each(
         "moe_pad_expert_input_to_capacity",
         Off(

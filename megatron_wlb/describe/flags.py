@@ -50,6 +50,11 @@ class PlanSettings(Settings):
         "(cuDNN's from Hopper on, as TransformerEngine prefers); flops (counts attended pairs) without.",
     )
 
+    @property
+    def budget_bytes(self) -> float | None:
+        """The memory budget; None: none is given."""
+        return None if self.memory_budget is None else self.memory_budget * 2**30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings(Settings):
@@ -140,5 +145,5 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
-        except ValueError:
+        except (TypeError, ValueError):
             action.help = (action.help or "").replace("%", "%%")

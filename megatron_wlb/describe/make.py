@@ -49,8 +49,8 @@ def make_job(
     that does not fit memory, and for windows that do not fit it with Megatron alone either.
     """
     settings, parallel = settings or PlanSettings(), parallel or Parallel()
-    if settings.memory_budget is not None:
-        budget_bytes = settings.memory_budget * 2**30
+    if settings.budget_bytes is not None:
+        budget_bytes = settings.budget_bytes
     window, windows = context_length, global_batch_size
     count = given.pop("num_micro_batches", windows if settings.micro_batches == "auto" else settings.micro_batches)
     count = within("num_micro_batches", count, Count)
@@ -113,15 +113,14 @@ def _grouped(job: Job, wanted: int | str | None, budget_bytes: float, *, tight: 
 
 def _holds_windows(job: Job, budget_bytes: float) -> bool:
     """Whether Megatron alone fits memory, in groups of as many micro-batches as stages."""
-    alone = without_wlb(job)
-    return all(peak_bytes(alone, stage) <= budget_bytes for stage in range(job.parallel.pp))
+    return peak_bytes(without_wlb(job)) <= budget_bytes
 
 
 def _too_long(job: Job, fitting: int, budget_bytes: float) -> str:
     """Return why a job does not fit memory, and the least recomputation or the budget with which it does."""
-    least, stages = job.least_max_tokens, range(job.parallel.pp)
+    least = job.least_max_tokens
     what = "--seq-length" if least == job.context_length else "the mean micro-batch of"
-    needed = {way: max(peak_bytes(replace(job, recompute=way), stage, least) for stage in stages) for way in ways(job)}
+    needed = {way: peak_bytes(replace(job, recompute=way), max_tokens=least) for way in ways(job)}
     remedy = next((f"with {way.flags} they do" for way, need in needed.items() if need <= budget_bytes), None)
     if remedy is None:
         way, need = min(needed.items(), key=lambda each: each[1])

@@ -42,7 +42,7 @@ class Description:
         return cls(
             run_settings=RunSettings.from_args(args),
             settings=settings,
-            budget=None if settings.memory_budget is None else settings.memory_budget * 2**30,
+            budget=settings.budget_bytes,
             packing=policy_of(args.wlb_packing),
             sharding=Sharding.from_args(args),
             arguments=arguments or MegatronArguments.of(vars(args)),

@@ -1,7 +1,7 @@
 """The shape of a model by Megatron's arguments."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron_wlb import layers
@@ -38,20 +38,20 @@ def model_of(a: MegatronArguments, name: str | None = None) -> ModelShape:
     if vocabulary is not None or not base:
         multiple = a.make_vocab_size_divisible_by * a.tensor_model_parallel_size
         sizes["padded_vocab_size"] = a.padded_vocab_size or math.ceil((vocabulary or 0) / multiple) * multiple
-    sizes |= _layers(a, sizes["num_layers"])
+    sizes |= _layers(a, sizes["num_layers"], name)
     for kind in layers.KINDS:
         sizes |= kind.sizes(a, sizes)
     if a.attention_output_gate:
         sizes["output_gate"] = True
-    return ModelShape(**sizes | {"pattern": repeated(sizes["pattern"])})
+    return ModelShape(**sizes | {"pattern": "".join(repeated(sizes["pattern"]))})
 
 
-def _layers(a: MegatronArguments, count: int) -> dict[str, Any]:
-    """Return the kind of every layer, a letter each; `ModelShape` checks them."""
-    kinds = [FULL] * count
+def _layers(a: MegatronArguments, count: int, name: str | None) -> dict[str, Any]:
+    """Return the kind of every layer, of a model by its name as there; `ModelShape` checks them."""
+    kinds = replace(MODELS[name], num_layers=count).layer_kinds if name else [FULL] * count
     if a.hybrid_layer_pattern:
         kinds = list(a.hybrid_layer_pattern.replace("|", ""))
     elif variant := layers.VARIANTS.get(a.experimental_attention_variant or ""):
         linear = chosen("--linear-attention-freq", a.linear_attention_freq or "", count)
         kinds = [variant.letters if each else FULL for each in linear]
-    return {"pattern": "".join(kinds), "hybrid": bool(a.hybrid_layer_pattern)}
+    return {"pattern": kinds, "hybrid": bool(a.hybrid_layer_pattern)}

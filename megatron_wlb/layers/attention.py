@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, MAX_TOKENS, Job
-from megatron_wlb.layers.part import LAUNCHES_US, Part, Tensor, layer_input_bytes, mask_bytes, rates
+from megatron_wlb.layers.part import LAUNCHES_US, Part, Tensor, layer_input_bytes, mask_bytes, network_of_ranks, rates
 from megatron_wlb.layers.pattern import chosen
 from megatron_wlb.model import FULL, WINDOWED, ModelShape
 from megatron_wlb.settings import short
@@ -70,7 +69,7 @@ class Attention(Part):
             return {}
         has = [1] * len(kinds) if frequency is None else chosen("--window-attn-skip-freq", frequency, len(kinds))
         pairs = zip(kinds, has, strict=True)
-        return {"window": window, "pattern": "".join(WINDOWED if k == FULL and each else k for k, each in pairs)}
+        return {"window": window, "pattern": [k.replace(FULL, WINDOWED) if each else k for k, each in pairs]}
 
     def kept(self, job: Job) -> dict[str, Tensor]:
         model, tp = job.model, job.parallel.tp
@@ -87,7 +86,7 @@ class Attention(Part):
             "q": Tensor(w * model.query_size / tp),
             "kv": Tensor(w * model.kv_values_per_rank(tp)),
             "out": Tensor(w * model.output_size / tp),
-            "log-sum-exps": Tensor(4 * model.num_attention_heads / tp, ("core_attn",)),
+            "log-sum-exps": Tensor(FP32 * model.num_attention_heads / tp, ("core_attn",)),
         }
 
     def values(self, job: Job) -> int:
@@ -119,8 +118,3 @@ class Attention(Part):
     def looked_up_bytes(self, job: Job) -> int:
         """Return bytes that every virtual stage keeps of a row, for all of its layers."""
         return self.rotary_bytes(job)
-
-
-def network_of_ranks(job: Job) -> tuple[float, float]:
-    """Return latency and time of a byte between context-parallel ranks, us."""
-    return job.profile.network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))

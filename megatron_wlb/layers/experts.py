@@ -21,7 +21,8 @@ from megatron_wlb.layers.part import (
     pads_rows,
     without,
 )
-from megatron_wlb.model import EXPERTS
+from megatron_wlb.layers.pattern import chosen
+from megatron_wlb.model import EXPERTS, MLP
 
 _NCCLEP = "ncclep sizes its buffers by the first micro-batch, and micro-batches vary in length"
 _OF_NCCLEP = {"moe_expert_rank_capacity_factor": None} | without("moe_ncclep_static_shape", "moe_ncclep_zero_copy")
@@ -54,6 +55,13 @@ def dispatcher_of(a: Any) -> str:
     """Return the dispatcher of tokens that runs with --wlb in the place of `a`'s, see `Job.moe_dispatcher`."""
     runs = a.moe_flex_dispatcher_backend != "ncclep" or has_hybridep()
     return "flex" if a.moe_token_dispatcher_type == "flex" and runs else "alltoall"
+
+
+def _have_experts(frequency: tuple[int, ...] | str, count: int) -> list[int]:
+    """Return 1 or 0 for every layer, by N or a list: the first of every N has 1. Raises ValueError."""
+    if (text := str(frequency)).isdecimal() and int(text):
+        return [int(i % int(text) == 0) for i in range(count)]
+    return chosen("--moe-layer-freq", frequency, count)
 
 
 def has_hybridep() -> bool:
@@ -157,12 +165,20 @@ class Experts(Mlp):
     def sizes(self, a: Any, sizes: dict[str, Any]) -> dict[str, Any]:
         if EXPERTS in sizes["pattern"] and not a.num_experts:
             raise ValueError("--hybrid-layer-pattern has E without --num-experts; give both or none")
-        known = sizes.get("moe_router_topk") and a.moe_ffn_hidden_size is None
-        if (a.num_experts or 0) < (1 if a.hybrid_layer_pattern else 2) or known:
+        kinds, named = sizes["pattern"], sizes.get("moe_router_topk")
+        few = (a.num_experts or 0) < (1 if a.hybrid_layer_pattern else 2)
+        if few and not named:
             return {}
+        if a.moe_layer_freq is not None and not a.hybrid_layer_pattern:
+            has = _have_experts(a.moe_layer_freq, len(kinds))
+            kinds = [kind[0] + MLP * (not each) for kind, each in zip(kinds, has, strict=True)]
+        if few or (named and a.moe_ffn_hidden_size is None):
+            return {"pattern": kinds}
         dense, shared = sizes["ffn_hidden_size"], a.moe_shared_expert_intermediate_size or 0
         routed = a.moe_router_topk * (a.moe_ffn_hidden_size or dense)
-        beside = {"dense_ffn_hidden_size": dense} if a.hybrid_layer_pattern else {}
+        beside = {"pattern": kinds}
+        if a.hybrid_layer_pattern or MLP in "".join(kinds):
+            beside["dense_ffn_hidden_size"] = dense
         experts = {"num_experts": a.num_experts or 0, "shared_ffn_hidden_size": shared}
         if a.moe_router_group_topk:
             experts |= {name: getattr(a, name) or 1 for name in ("moe_router_num_groups", "moe_router_group_topk")}
@@ -186,7 +202,7 @@ class Experts(Mlp):
     def kept(self, job: Job) -> dict[str, Tensor]:
         """Return the tensors that experts keep with their rows, and the norm before them."""
         model, row = job.model, layer_input_bytes(job)
-        values, shared = job.bytes_per_value * model.ffn_size_of(EXPERTS) / job.parallel.tp, self._shared(job)
+        values, shared = job.bytes_per_value * model.ffn_size_of(EXPERTS) / job.parallel.tp, model.shared_part
         before, routed = 2 if model.gated_linear_unit else 1, (1 - shared) * values
         return {
             "input": Tensor(row),
@@ -202,7 +218,7 @@ class Experts(Mlp):
         return 1 + job.model.moe_router_topk  # of its output, and as sent
 
     def again(self, job: Job, dropped: set[str]) -> Again:
-        activation, shared, found = self.values(job), self._shared(job), Again()
+        activation, shared, found = self.values(job), job.model.shared_part, Again()
         if "moe" in dropped:
             found = Again(tuple(job.model.part(EXPERTS)), values=activation, kernels=1, travels=True)
         else:
@@ -265,7 +281,3 @@ class Experts(Mlp):
         forward, backward = (moved + COPY_PASSES[job.fused_experts] * share * values for share in (1 / 3, 2 / 3))
         forward, backward = (each * job.bytes_per_value for each in (forward, backward))
         return memory_time(job, forward, tokens), memory_time(job, backward, tokens)
-
-    @staticmethod
-    def _shared(job: Job) -> float:
-        return job.model.shared_ffn_hidden_size / job.model.ffn_hidden_size

@@ -7,8 +7,8 @@ import numpy as np
 
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import FP32, Job
-from megatron_wlb.layers.attention import Attention, ExchangeModel, network_of_ranks
-from megatron_wlb.layers.part import Adaptation, Again, Rules, Tensor, rates
+from megatron_wlb.layers.attention import Attention, ExchangeModel
+from megatron_wlb.layers.part import Adaptation, Again, Rules, Tensor, network_of_ranks, rates
 from megatron_wlb.model import FULL, latent_sizes
 
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")

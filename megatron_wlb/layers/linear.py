@@ -4,9 +4,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job
-from megatron_wlb.layers.part import Part, Rules, Tensor, ends_documents, layer_input_bytes, mask_bytes
+from megatron_wlb.layers.part import (
+    Part,
+    Rules,
+    Tensor,
+    ends_documents,
+    layer_input_bytes,
+    mask_bytes,
+    network_of_ranks,
+)
 from megatron_wlb.model import Mixer
 
 
@@ -67,6 +74,6 @@ class LinearLayer(Part):
         parallel, mixer = job.parallel, self.mixer(job)
         if parallel.cp == 1:
             return np.zeros_like(tokens)
-        latency, byte = job.profile.network.all_to_all(Group(size=parallel.cp, stride=parallel.tp))
+        latency, byte = network_of_ranks(job)
         moved = (mixer.projected + mixer.inner) * job.bytes_per_value / parallel.tp * (parallel.cp - 1) / parallel.cp
         return 2 * latency + tokens * moved * byte

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job
 from megatron_wlb.model import Matrix
 
@@ -182,3 +183,8 @@ def rates(job: Job) -> tuple[float, float]:
 def memory_time(job: Job, bytes_per_token: float, tokens: np.ndarray) -> np.ndarray:
     """Return the time in which so many bytes of a row, over all tensor-parallel ranks, are read and written, us."""
     return bytes_per_token / job.parallel.tp * tokens / job.profile.memory_gb_per_s / 1e3
+
+
+def network_of_ranks(job: Job) -> tuple[float, float]:
+    """Return latency and time of a byte in an all-to-all of context-parallel ranks, us."""
+    return job.profile.network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))

@@ -9,8 +9,8 @@ MOST_LAYERS = 1 << 12
 """Of a list, as long as `--num-layers` may be."""
 
 
-def repeated(kinds: str) -> str:
-    """Return the shortest pattern of which the kinds of all layers, a letter each, are repetitions."""
+def repeated(kinds: list[str]) -> list[str]:
+    """Return the shortest list of which the kinds of all layers are repetitions."""
     count = len(kinds)
     periods = range(1, count // 2 + 1)
     return kinds[: next((n for n in periods if (kinds[:n] * -(-count // n))[:count] == kinds), count)]

@@ -22,8 +22,8 @@ def balanced(job: Job) -> contextlib.ExitStack:
             if strategy != "binpack" or not sequences:
                 kept: tuple[list[Any], list[Any]] = original(sequences, packing_length, is_finished, strategy)
                 return kept
-            lengths, alone = [length for _, length in sequences], {"dp": 1, "pp": 1, "vpp": 1, "ep": 1}
-            found = divided(lengths, job, packing_length, **alone, group_size=None, etp=None)[0]
+            lengths = [length for _, length in sequences]
+            found = divided(lengths, job, packing_length, dp=1, pp=1, vpp=1, ep=1, etp=None)[0]
             packs = [[sequences[i] for i in rows] for rows in found]
             # The emptiest waits for more sequences.
             packs.sort(key=lambda pack: -sum(length for _, length in pack))

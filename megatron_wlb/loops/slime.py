@@ -37,7 +37,7 @@ def balanced(job: Job) -> contextlib.ExitStack:
                 dp=given["dp_size"],
                 cp=given["cp_size"],
                 vpp=given["vpp_size"],
-                group_size=given["microbatch_group_size_per_vp_stage"] if given["vpp_size"] > 1 else None,
+                group_size=given["microbatch_group_size_per_vp_stage"],
             )
             for sample, rollout in enumerate(rollout_indices):
                 samples.setdefault(rollout, []).append(sample)

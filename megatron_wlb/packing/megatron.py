@@ -49,18 +49,16 @@ def in_samples(documents: np.ndarray, job: Job) -> PackedBatch | None:
     each, rest = divmod(job.global_batch_size, job.num_micro_batches)
     if rest or not len(documents):
         return None
-    sample = documents["index"] // job.context_length
-    bounds = np.searchsorted(sample, sample[0] + each * np.arange(job.num_micro_batches + 1))
-    batch = PackedBatch(documents=documents, bounds=bounds)
-    fits = bounds[-1] == len(documents) and batch.sums(documents["length"]).max() <= job.max_tokens
-    return batch if fits and (np.diff(bounds) > 0).all() else None
+    batch = windows(documents, job, each)
+    fits = batch.bounds[-1] == len(documents) and batch.sums(documents["length"]).max() <= job.max_tokens
+    return batch if fits and (np.diff(batch.bounds) > 0).all() else None
 
 
-def windows(documents: np.ndarray, job: Job) -> PackedBatch:
-    """Return DOCUMENT rows of a step in Megatron's order, a micro-batch a sample; without samples it is empty."""
+def windows(documents: np.ndarray, job: Job, each: int = 1) -> PackedBatch:
+    """Return DOCUMENT rows of a step in Megatron's order, `each` samples a micro-batch; without samples it is empty."""
     sample = documents["index"] // job.context_length
     first = sample[0] if len(sample) else 0
-    bounds = np.searchsorted(sample, first + np.arange(job.num_micro_batches + 1))
+    bounds = np.searchsorted(sample, first + each * np.arange(job.num_micro_batches + 1))
     return PackedBatch(documents=documents, bounds=bounds)
 
 

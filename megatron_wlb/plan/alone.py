@@ -15,7 +15,7 @@ def activation_bytes(job: Job, size: int) -> float:
         parallel, count = replace(job.parallel, group_size=None), job.num_micro_batches // size
         job = replace(job, max_tokens=max(job.max_tokens, longest), parallel=parallel)
         job = replace(job, num_micro_batches=count, global_batch_size=count, context_length=longest)
-    return max(peak_bytes(job, stage, longest) for stage in range(job.parallel.pp))
+    return peak_bytes(job, max_tokens=longest)
 
 
 def other_sizes(job: Job, own: int, budget_bytes: float) -> tuple[list[int], list[int]]:

@@ -75,12 +75,8 @@ def divide(
     `balance` makes the same micro-batches, and shards them, too.
     """
     packed, job = _step(lengths, job, num_micro_batches, equal_counts)
-    batch, held = packed.batch, packed.batch.documents["length"]
-    job, rows, critical = divided(batch.sums(job.work(held)), batch.sums(held), job, batch.ranks)
-    return [
-        [batch.micro_batch(i)["document"].tolist() for i in row[placement.order(each, job)]]
-        for row, each in zip(rows, critical, strict=True)
-    ]
+    batch, step = packed.batch, divided(packed.batch, job)
+    return [[batch.micro_batch(i)["document"].tolist() for i in step.in_order(rank)] for rank in range(job.parallel.dp)]
 
 
 def _step(
@@ -175,12 +171,11 @@ def _best_with(documents: np.ndarray, job: Job, count: int, equal: bool) -> Cand
         batch = _by_ranks(documents, work, job, equal) if apart else placed(documents, job, count)
         if batch is None:
             break
-        lengths = batch.documents["length"]
-        sums = batch.sums(job.work(lengths))
-        _, rows, _ = divided(sums, batch.sums(lengths), job, batch.ranks)
-        costliest = sums[rows][placement.rank_cost(sums[rows], job).argmax()]
+        step = divided(batch, job)
+        sums = step.work[step.rows]
+        costliest = sums[placement.rank_cost(sums, job).argmax()]
         time = makespans(job.schedule(), costliest[placement.order(costliest, job)][None])
-        candidates.append(Candidate(int(time[0]), replace(batch, ranks=rows)))
+        candidates.append(Candidate(int(time[0]), replace(batch, ranks=step.rows)))
     return min(candidates, key=lambda each: each.time, default=None)
 
 

@@ -31,12 +31,14 @@ def place(work: np.ndarray, job: Job, pooled: np.ndarray | None = None, tokens: 
     dp, beside = job.parallel.dp, job.parallel.pooling_ranks
     if not job.reorders:
         return np.arange(len(work)).reshape(-1, dp).T
+    weights = cost_weights(job.schedule())
     if beside == 1:
-        rows = _deal(work, dp, job)
+        rows = _native.place(work, dp, weights.total, weights.largest)
     else:
         pooled = np.zeros_like(work) if pooled is None else pooled
         bundles = np.argsort(pooled - work, kind="stable").reshape(-1, beside)
-        groups = _deal(critical_work(work[bundles.T], pooled[bundles.T], job)[0], dp // beside, job)
+        together = critical_work(work[bundles.T], pooled[bundles.T], beside)[0]
+        groups = _native.place(together, dp // beside, weights.total, weights.largest)
         rows = bundles[groups].swapaxes(1, 2).reshape(dp, -1)
     if tokens is not None and tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
         rounds = np.argsort(-tokens, kind="stable").reshape(-1, dp)
@@ -45,21 +47,15 @@ def place(work: np.ndarray, job: Job, pooled: np.ndarray | None = None, tokens: 
     return rows
 
 
-def critical_work(work: np.ndarray, pooled: np.ndarray, job: Job) -> np.ndarray:
+def critical_work(work: np.ndarray, pooled: np.ndarray, beside: int) -> np.ndarray:
     """Return the work that sets the time of micro-batches, int64 [ranks, M].
 
-    In every layer, ranks that pool work wait for the one with the most other work, and do equal shares of the pooled
-    work. `work` and `pooled`, its part, are int64 [ranks, M] of neighbouring ranks.
+    In every layer, `beside` neighbouring ranks that pool work wait for the one with the most other work, and do equal
+    shares of the pooled work. `work` and `pooled`, its part, are int64 [ranks, M].
     """
-    beside = job.parallel.pooling_ranks
     groups = len(work) // beside, beside, work.shape[1]
     shared = pooled.reshape(groups).sum(axis=1) // beside
     return np.repeat((work - pooled).reshape(groups).max(axis=1) + shared, beside, axis=0)
-
-
-def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
-    weights = cost_weights(job.schedule())
-    return _native.place(work, ranks, weights.total, weights.largest)
 
 
 def rank_cost(work: np.ndarray, job: Job) -> np.ndarray:

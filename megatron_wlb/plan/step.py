@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from msgspec import Meta
@@ -102,28 +102,27 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
     """Plan a packed step: place, shard. Raises ValueError for no data-parallel rank of the job."""
     if not 0 <= dp_rank < job.parallel.dp:
         raise ValueError(f"dp_rank is {dp_rank}; give one from 0 to {job.parallel.dp - 1}")
-    batch, lengths = packed.batch, packed.batch.documents["length"]
+    batch = packed.batch
     if batch.ranks is not None and len(batch.ranks) != job.parallel.dp:
         raise ValueError(
             f"the step is packed for {len(batch.ranks)} ranks, not {job.parallel.dp}; give the packer's job"
         )
-    work = batch.sums(job.work(lengths))
-    job, rows, critical = divided(work, batch.sums(lengths), job, batch.ranks)
+    step = divided(batch, job)
     micro_batches = []
-    for documents in map(batch.micro_batch, rows[dp_rank][placement.order(critical[dp_rank], job)]):
-        shards = select.shard(documents["length"], job)
+    for documents in map(batch.micro_batch, step.in_order(dp_rank)):
+        shards = select.shard(documents["length"], step.job)
         micro_batches.append(
             MicroBatchPlan(step=packed.step, first_sample=packed.first, documents=documents, shards=shards)
         )
     return StepPlan(
         packed=packed,
         micro_batches=tuple(micro_batches),
-        work=work,
-        original_work=metrics.original_work(packed.drawn, job),
+        work=step.work,
+        original_work=metrics.original_work(packed.drawn, step.job),
         digests={
-            "flags": digest_of(packed.step, job),
+            "flags": digest_of(packed.step, step.job),
             "documents": digest_of(batch.documents, batch.bounds),
-            "placement": digest_of(rows),
+            "placement": digest_of(step.rows),
         },
         own_digest=digest_of(*(part for m in micro_batches for part in _agreed(m))),
     )
@@ -131,9 +130,8 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int) -> StepPlan:
 
 def step_cost(batch: PackedBatch, job: Job) -> int:
     """Return the approximate time of the costliest data-parallel rank, in work."""
-    lengths = batch.documents["length"]
-    job, _, critical = divided(batch.sums(job.work(lengths)), batch.sums(lengths), job, batch.ranks)
-    return int(placement.rank_cost(critical, job).max())
+    step = divided(batch, job)
+    return int(placement.rank_cost(step.critical, step.job).max())
 
 
 def packing_gain(batch: PackedBatch, own: np.ndarray, job: Job) -> float | None:
@@ -163,9 +161,8 @@ def shard_step(
     """
     tokens = np.array([each.sum() for each in lengths])
     work = np.array([job.work(each).sum() for each in lengths])
-    job, rows, critical = divided(work, tokens, job, ranks)
-    mine = [row[placement.order(each, job)] for row, each in zip(rows, critical, strict=True)]
-    shards = [[select.shard(lengths[i], job) for i in row] for row in mine]
+    step = _divided(work, tokens, job, ranks)
+    shards = [[select.shard(lengths[i], step.job) for i in step.in_order(rank)] for rank in range(len(step.rows))]
     if size == 1:
         return shards
     if len(shards[0]) % size:
@@ -191,18 +188,37 @@ def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
     return replace(plans[0], lengths=np.concatenate([plan.lengths for plan in plans]), shards=shards)
 
 
-def divided(
-    work: np.ndarray, tokens: np.ndarray, job: Job, rows: np.ndarray | None
-) -> tuple[Job, np.ndarray, np.ndarray]:
-    """Return the job of a step of micro-batches of `work` and `tokens`, int64 [M] each, and how ranks divide them.
+class Division(NamedTuple):
+    """How data-parallel ranks divide the micro-batches of a step."""
 
-    That is the micro-batches of data-parallel ranks, `rows` if memory holds them, and `critical`, int64 [dp, M / dp].
-    """
+    job: Job
+    """The job of the step (`Job.of_step`)."""
+    work: np.ndarray
+    """Of all M micro-batches, int64 [M]."""
+    rows: np.ndarray
+    """Micro-batches of every rank, int64 [dp, M / dp]: those that it was dealt, if memory holds them."""
+    critical: np.ndarray
+    """Of these, see `placement.critical_work`."""
+
+    def in_order(self, dp_rank: int) -> np.ndarray:
+        """Return the micro-batches of a rank in pipeline order, int64 [M / dp]."""
+        return self.rows[dp_rank][placement.order(self.critical[dp_rank], self.job)]
+
+
+def divided(batch: PackedBatch, job: Job) -> Division:
+    """Divide the micro-batches of a step."""
+    lengths = batch.documents["length"]
+    return _divided(batch.sums(job.work(lengths)), batch.sums(lengths), job, batch.ranks)
+
+
+def _divided(work: np.ndarray, tokens: np.ndarray, job: Job, rows: np.ndarray | None) -> Division:
+    """Divide micro-batches of `work` and `tokens`, int64 [M] each; `rows`: those that ranks were dealt."""
     job = job.of_step(len(work), int(tokens.sum()))
     pooled = tokens * job.pooled_crossover_tokens
     if rows is None or tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
         rows = placement.place(work, job, pooled, tokens)
-    return job, rows, placement.critical_work(work[rows], pooled[rows], job)
+    critical = placement.critical_work(work[rows], pooled[rows], job.parallel.pooling_ranks)
+    return Division(job, work, rows, critical)
 
 
 def _words(numbers: np.ndarray) -> str:

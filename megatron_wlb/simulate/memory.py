@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_wlb.cost.tiles import gathered_bytes, overlap_bytes
-from megatron_wlb.job import Job
+from megatron_wlb.job import FP32, Job
 from megatron_wlb.layers import DEPTH, attention_of, part_of
 from megatron_wlb.layers.part import Tensor, layer_input_bytes
 from megatron_wlb.model import FULL
@@ -99,7 +99,7 @@ def depth_bytes(job: Job) -> float:
 
 def logits_bytes(job: Job) -> float:
     """Bytes of logits and of their softmax in fp32."""
-    return (job.bytes_per_value + 4) * job.model.padded_vocab_size / job.parallel.tp
+    return (job.bytes_per_value + FP32) * job.model.padded_vocab_size / job.parallel.tp
 
 
 def mlp_backward_bytes(job: Job) -> float:
@@ -148,33 +148,34 @@ def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
     again = ["q", "kv"] * (of_core or bool(dropped & {*kept["kv"].modules})) + ["log-sum-exps"] * of_core
     held = sum(kept[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
-    kernel = (w + 4) * q / min(p.cp, 2) + w * (1 + received) * (kv + expanded)
+    kernel = (w + FP32) * q / min(p.cp, 2) + w * (1 + received) * (kv + expanded)
     if p.cp == 1:
         return held + kernel
     keys = (1 + received) * kv
     if job.keeps_exchanged:
-        return held + (w * keys if job.expands_again else 0) + 4 * keys + max(w * keys, kernel)
-    value, back, is_cast = job.cp_gradient_bytes, sent * kv, job.cp_gradient_bytes < 4
-    leaving = 4 * kv + value * (received * kv + max(is_cast * keys, back))
-    summed = 4 * kv + value * (received * kv + back) + is_cast * 4 * back
-    return held + max(4 * keys + max(leaving, w * keys + kernel), summed)
+        return held + (w * keys if job.expands_again else 0) + FP32 * keys + max(w * keys, kernel)
+    value, back, is_cast = job.cp_gradient_bytes, sent * kv, job.cp_gradient_bytes < FP32
+    leaving = FP32 * kv + value * (received * kv + max(is_cast * keys, back))
+    summed = FP32 * kv + value * (received * kv + back) + is_cast * FP32 * back
+    return held + max(FP32 * keys + max(leaving, w * keys + kernel), summed)
 
 
-def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
-    """Return peak bytes of a stage with `max_tokens` in every micro-batch.
+def peak_bytes(job: Job, stage: int | None = None, max_tokens: int | None = None) -> float:
+    """Return peak bytes of a stage (None: of the fullest) with `max_tokens` (None: S_max) in every micro-batch.
 
     Tokens are capped by a data-parallel rank's most in a step. The peak comes when the last layer of a stage begins its
     backward: in the MLP, while K and V of attention arrive, or in attention, with the MLP freed.
     """
-    kept, while_running = token_bytes(job, stage)
     longest = job.max_tokens if max_tokens is None else max_tokens
-    return (most_kept(job, stage, longest, kept) + longest * while_running) / job.parallel.cp
+    if stage is None:
+        return max(peak_bytes(job, each, longest) for each in range(job.parallel.pp))
+    kept, running = kept_bytes(job, stage), running_bytes(job, stage)
+    return (most_kept(job, stage, longest, kept) + longest * running) / job.parallel.cp
 
 
 def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Moved]) -> float:
     """Return peak activation bytes of a stage in a step; `rows` of its micro-batches on a rank: float64 [M]."""
-    kept, _ = token_bytes(job, stage)
-    while_running = np.array([token_bytes(job, stage, each)[1] for each in moved])
+    kept, running = kept_bytes(job, stage), np.array([running_bytes(job, stage, each) for each in moved])
     schedule = job.schedule(len(rows))
     ops, begins_pair = schedule.ops(stage), schedule.begins_pair(stage)
     backward, chunk, size = ops["backward"], ops["chunk"], rows[ops["micro_batch"]]
@@ -183,7 +184,7 @@ def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, moved: Sequence[Move
     outputs = backward & (stage == job.parallel.pp - 1) & (chunk == job.parallel.vpp - 1)
     at_output = _output_bytes(job) if outputs.any() else 0
     # A backward pass still has what it frees; logits are gone when layers begin.
-    in_layers = kept[chunk] + while_running[ops["micro_batch"]] - at_output
+    in_layers = kept[chunk] + running[ops["micro_batch"]] - at_output
     most = np.maximum(in_layers, (kept[chunk] + at_output + _moving_bytes(job)) * outputs)
     # Of a pair, the forward pass fills while the backward pass frees.
     level -= np.minimum(np.roll(begins_pair * change, 1), -change * backward)
@@ -208,37 +209,44 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
     """Return the largest S_max, in units, that fits every stage; 0 if none."""
     budget, unit, fitting = job.parallel.cp * budget_bytes, job.unit_tokens, []
     for stage in range(job.parallel.pp):
-        kept, while_running = token_bytes(job, stage)
-        fits = budget / (job.schedule().in_flight(stage, kept) + while_running)
+        kept, running = kept_bytes(job, stage), running_bytes(job, stage)
+        fits = budget / (job.schedule().in_flight(stage, kept) + running)
         none, one = (kept.sum() * _most_rank_tokens(job, longest) for longest in (0, 1))  # linear in S_max
         if math.isfinite(none):
-            fits = max(fits, (budget - none) / (one - none + while_running))
+            fits = max(fits, (budget - none) / (one - none + running))
         fitting.append(int(max(0, fits)) // unit * unit)
     return min(fitting)
 
 
-def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.ndarray, float]:
-    """Return bytes kept in each virtual stage, float64 [vpp], and of a running pass."""
-    model, parallel = job.model, job.parallel
+def kept_bytes(job: Job, stage: int) -> np.ndarray:
+    """Return the bytes that a pass keeps in each virtual stage of a stage, per token, float64 [vpp]."""
     # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
-    received, _ = moved or one_document(job, model.widest)
-    arrives = parallel.cp > 1 and not job.keeps_exchanged and "core_attn" not in job.dropped
-    prefetched = arrives * job.bytes_per_value * (1 + received) * model.kv_values_per_rank(parallel.tp)
-    while_running = max(
-        mlp_backward_bytes(job) + prefetched, attention_backward_bytes(job, moved) - _kept(job, _mlp_tensors(job))
-    )
     by_kind = job.layers_by_kind()[:, stage]
-    in_layer = np.array([layer_bytes(job, kind) for kind in model.kinds])
+    in_layer = np.array([layer_bytes(job, kind) for kind in job.model.kinds])
     each = (in_layer[:, None] * (by_kind / np.maximum(1, by_kind.sum(axis=0)))).sum(axis=0)
     again, at_once = job.layers_again(layers)
     kept = np.ceil(again / at_once) * layer_input_bytes(job) + (layers - again) * each
+    return kept + attention_of(job.model).looked_up_bytes(job)
+
+
+def running_bytes(job: Job, stage: int, moved: Moved | None = None) -> float:
+    """Return the bytes that a running backward pass adds to the kept ones, per token; `moved`: by default as for
+    `one_document`."""
+    model, parallel = job.model, job.parallel
+    received, _ = moved or one_document(job, model.widest)
+    arrives = parallel.cp > 1 and not job.keeps_exchanged and "core_attn" not in job.dropped
+    prefetched = arrives * job.bytes_per_value * (1 + received) * model.kv_values_per_rank(parallel.tp)
+    running = max(
+        mlp_backward_bytes(job) + prefetched, attention_backward_bytes(job, moved) - _kept(job, _mlp_tensors(job))
+    )
+    largest = max(layer_bytes(job, kind) for kind in model.kinds)
     if job.runs_layers_again:
-        while_running += at_once * float(in_layer.max())
+        _, at_once = job.layers_again(job.decoder_layers()[stage])
+        running += at_once * largest
     if job.schedule().by_turns:
-        while_running += float(in_layer.max())  # of the forward pass that runs by turns
-    kept = kept + attention_of(model).looked_up_bytes(job)
-    return kept, while_running + _moving_bytes(job) + _output_bytes(job) * (stage == parallel.pp - 1)
+        running += largest  # of the forward pass that runs by turns
+    return running + _moving_bytes(job) + _output_bytes(job) * (stage == parallel.pp - 1)
 
 
 def _moving_bytes(job: Job) -> float:

@@ -109,7 +109,7 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     gather, scatter = (
         network.collective(name, row_bytes, Group(size=tp, stride=1)) for name in ("all_gather", "reduce_scatter")
     )
-    by_kind = [_layer_times(job, kind, shards, gather, scatter) for kind in model.kinds]
+    by_kind = [_layer_times(job, kind, shards, tokens, gather, scatter) for kind in model.kinds]
     layers = job.layers_by_kind()[..., None]
     forward, backward = (
         np.sum([n * times[i].total for n, times in zip(layers, by_kind, strict=True)], axis=0) for i in range(2)
@@ -147,11 +147,11 @@ def _share_again(job: Job) -> np.ndarray:
 
 
 def _layer_times(
-    job: Job, kind: str, shards: Sequence[ShardPlan], gather: np.ndarray, scatter: np.ndarray
+    job: Job, kind: str, shards: Sequence[ShardPlan], tokens: np.ndarray, gather: np.ndarray, scatter: np.ndarray
 ) -> tuple[LayerTimes, LayerTimes]:
-    """Return times of a kind of layer; `gather` and `scatter`: of its rows over tensor-parallel ranks, float64 [M]."""
-    model, cp = job.model, job.parallel.cp
-    tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
+    """Return times of a kind of layer; `gather` and `scatter`: of its `tokens` rows over tensor-parallel ranks,
+    float64 [M] each."""
+    model = job.model
     exposed = exposed_share(job, tokens)
     matrices = model.matrices_of(kind)
     # Forward gathers before and scatters after attention and MLP; rows that travel do no more, and those of shared
@@ -171,8 +171,8 @@ def _layer_times(
         attention, exchange = _attention(job, shards, model.window_by_kind[kind])
         again = attention_of(model).expands_us(job) * tokens
     else:
-        none, moving, again = np.zeros((len(tokens), cp)), parts[kind].moving(job, tokens), np.zeros_like(tokens)
-        attention, exchange = (none, none), (moving, moving)
+        none, moving = np.zeros((len(tokens), job.parallel.cp)), parts[kind[0]].moving(job, tokens)
+        attention, exchange, again = (none, none), (moving, moving), np.zeros_like(tokens)
     linear = every.forward + bound[0] + added[0], every.backward + bound[1] + again + added[1]
     # The partner of a pass may be any other micro-batch of the rank.
     beside = [float(np.mean(linear[i] + attention[i].max(axis=1))) for i in (1, 0)]

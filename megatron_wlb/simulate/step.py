@@ -147,13 +147,6 @@ def _in_passes(step: SimulatedStep) -> dict[str, float]:
     }
 
 
-def limit_time(step: SimulatedStep) -> float:
-    """Return the step's us if work were spread evenly, without waiting."""
-    parts = _in_passes(step)
-    update = step.gradients + step.optimizer + step.parameters
-    return sum(parts[name] for name in TIME_SHARES["busy"] if name in parts) + update
-
-
 def shares(step: SimulatedStep) -> dict[str, float]:
     """Return the fraction of the step's time for each of `TIME_SHARES`; they sum to 1."""
     parts = breakdown(step)

@@ -7,9 +7,8 @@ Torch compiles what megatron decorates while it is imported, so pytest does not 
 import pytest
 import torch
 
-from tests.adapter.training import FULL, MOE, full, train
+from tests.adapter.training import EXPERT_BIAS, FULL, MOE, full, train
 
-EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 LOSS = "calculate_logits_max calculate_predicted_logits calculate_cross_entropy_loss calculate_gradients"
 ADD = "bias_dropout_add_fused_train"
 TRAINED = {

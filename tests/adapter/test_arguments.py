@@ -172,13 +172,19 @@ def test_evaluation_is_megatrons_sample_by_sample(whole, windows):
 def test_the_number_is_chosen_by_the_data_that_are_left(count, schedule, budget, chosen, monkeypatch):
     """As far as memory is known, if nothing else says it."""
     asked = []
-    monkeypatch.setattr(jobs, "predictions", lambda *given, **how: asked.append((*given, how)) or ("best", ["tried"]))
-    described = SimpleNamespace(job=lambda: "first", budget=budget, settings=SimpleNamespace(micro_batches=count))
+    monkeypatch.setattr(
+        jobs.alternatives, "predictions", lambda *given, **how: asked.append((given[2], how)) or ("best", ["tried"])
+    )
+    described = SimpleNamespace(
+        job=lambda packing=None: "first",
+        budget=budget,
+        packing=AdaptivePacking(),
+        settings=SimpleNamespace(micro_batches=count),
+    )
     args = SimpleNamespace(step_batch_size_schedule=schedule, seq_length=64)
     found = jobs.best_job(args, described, SimpleNamespace(samples="samples", first_sample=40))
     assert found == (("first", []) if chosen is None else ("best", ["tried"]))
-    how = {"memory_known": chosen, "first_sample": 40}
-    assert asked == ([] if chosen is None else [("first", described.job, "samples", how)])
+    assert asked == ([] if chosen is None else [("samples", {"memory_known": chosen, "first_sample": 40})])
 
 
 @pytest.mark.parametrize(

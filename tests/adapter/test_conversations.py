@@ -64,6 +64,12 @@ def upstream(chats, tokenizer):
     return run
 
 
+def compare(run, theirs):
+    """Losses and gradients of every step."""
+    assert max(map(relative_error, run["grads"], theirs["grads"])) <= TOLERANCE
+    assert run["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
+
+
 EVALUATE = "--split 60,40,0 --eval-iters 1 --eval-interval 1"
 
 
@@ -84,8 +90,7 @@ def test_rows_are_trained_and_evaluated_as_upstream_does(size, layout, flags, ch
     run = train(size, chats, *sft_flags(tokenizer), *flags.split(), *layout.split(), without=WITHOUT)
     theirs = upstream(flags)
     assert len(run["grads"]) == len(theirs["grads"]) == 2
-    assert max(map(relative_error, run["grads"], theirs["grads"])) <= TOLERANCE
-    assert run["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
+    compare(run, theirs)
     assert run["evaluations"] == pytest.approx(theirs["evaluations"], rel=TOLERANCE)
     assert bool(run["evaluations"]) == (flags == EVALUATE)
 
@@ -118,8 +123,7 @@ def test_rows_of_several_conversations(size, layout, prompt, flags, tmp_path, to
 
     monkeypatch.setattr(SFTDataset, "__init__", of_ranks)
     theirs = train(1, data, *common, wlb=False, without=WITHOUT)
-    assert max(map(relative_error, run["grads"], theirs["grads"])) <= TOLERANCE
-    assert run["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
+    compare(run, theirs)
 
 
 def test_a_blend_is_read_on_several_ranks(chats, tokenizer, tmp_path):
@@ -128,8 +132,7 @@ def test_a_blend_is_read_on_several_ranks(chats, tokenizer, tmp_path):
     blend, flags = f"2 {chats} 1 {other}", sft_flags(tokenizer)
     run = train(2, blend, *flags, without=WITHOUT, timeout=200)
     theirs = train(1, blend, *flags, wlb=False, without=WITHOUT)
-    assert max(map(relative_error, run["grads"], theirs["grads"])) <= TOLERANCE
-    assert run["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
+    compare(run, theirs)
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------

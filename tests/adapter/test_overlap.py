@@ -21,27 +21,29 @@ from tests.adapter.training import (
     BY_DOCUMENT,
     CP2,
     EP2,
+    EXPERT_BIAS,
     GQA,
     LATENT,
     LINEAR,
     MOE,
     QUERY_LATENT,
     SELECTIVE,
+    SHARED,
     SINKS,
     TP2,
     VPP2,
     each_version,
     full,
+    named,
     train,
 )
 from tests.jobs import job
-from tests.upstream.test_same_step import EVALUATE, EXPERT_BIAS, GENTLE, compare, digests, spread
+from tests.upstream.test_same_step import EVALUATE, GENTLE, compare, digests, spread
 
 UNEVEN = "--wlb-micro-batches 11"
 """Which no whole samples fill, as they would on one rank and stage."""
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 LOSSES = "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
-SHARED = "--moe-shared-expert-intermediate-size 64"
 MTP = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5"
 DISTRIBUTED = "--optimizer adam --lr 1e-3 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LATENTS = f"{LATENT} {QUERY_LATENT} {SELECTIVE} core_attn mla_up_proj"
@@ -123,11 +125,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("size", "flags"),
-    [pytest.param(*getattr(case, "values", case), marks=getattr(case, "marks", ()), id=name)
-     for name, case in CASES.items()],
-)  # fmt: skip
+@pytest.mark.parametrize(("size", "flags"), named(CASES))
 def test_equal_to_the_bit(size, flags, dataset, tmp_path, one_order):
     with_it, without_it = both(size, flags, dataset, tmp_path, without=GQA if LATENT in flags else "")
     assert spread(with_it, without_it) == (0, 0, 0)

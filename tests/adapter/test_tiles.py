@@ -10,8 +10,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_wlb.adapter import tiles
 from megatron_wlb.describe import tiles as settings
-from tests.adapter.training import BY_DOCUMENT, CP2, EP2, FULL, MOE, MTP, PP2, SELECTIVE, TP2, VPP2, full, train
-from tests.upstream.test_parity import ALL, SHARED, compare
+from tests.adapter.training import BY_DOCUMENT, CP2, EP2, FULL, MOE, MTP, PP2, SELECTIVE, SHARED, TP2, VPP2, full, train
+from tests.upstream.test_parity import ALL, compare
 
 TP4 = "--tensor-model-parallel-size 4 --sequence-parallel --make-vocab-size-divisible-by 64"
 

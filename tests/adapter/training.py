@@ -49,6 +49,8 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64"
+SHARED = "--moe-shared-expert-intermediate-size 64"
+EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 LINEAR = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
@@ -77,6 +79,14 @@ def large(*values: Any) -> Any:
 def each_version(*values: Any) -> Any:
     """A case that `.ci/run` trains with older versions of megatron-core, too."""
     return pytest.param(*values, marks=pytest.mark.each_version)
+
+
+def named(cases: dict[str, Any]) -> list[Any]:
+    """Cases as above, with their names as ids."""
+    return [
+        pytest.param(*getattr(case, "values", case), marks=getattr(case, "marks", ()), id=name)
+        for name, case in cases.items()
+    ]
 
 
 def train(

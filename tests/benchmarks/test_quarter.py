@@ -132,13 +132,6 @@ def test_a_stage_that_was_not_measured_takes_the_passes_of_one_like_it():
     assert [composed._stand_in(stage, [0, 2], job) for stage in range(4)] == [0, 0, 2, 2]
 
 
-def test_ranks_have_their_places():
-    job = small_job(parallel=Parallel(tp=2, cp=2, dp=3, pp=2), num_micro_batches=6)
-    assert [composed.coordinates(rank, job) for rank in (0, 3, 4, 11, 12, 23)] == [
-        *((0, 0), (0, 0), (1, 0), (2, 0), (0, 1), (2, 1))
-    ]
-
-
 def test_what_cannot_be_composed_is_refused(monkeypatch):
     for words, why in (
         (["mine"], "give --world-size, --ranks, and"),

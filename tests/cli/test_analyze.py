@@ -61,6 +61,20 @@ def test_layers_of_several_kinds(data):
     half = f"windows of {hybrid.job.crossover_tokens:,} tokens"
     assert any(note.startswith("Only 1 of 8 layers have attention") and half in note for note in hybrid.notes)
     assert any(note.startswith("Assumed of gated delta nets and Mamba layers") for note in hybrid.notes)
+    windows = f"--seq-length {1 << 17} --global-batch-size 2 --wlb-micro-batches 2 --hybrid-layer-pattern *-*-|*-*-"
+    full = setup(f"{LARGE} --num-gpus 8 --data-path {data} --split 1 {windows}")
+    assert full.job.crossover_tokens < 1 << 17 and not any(note.startswith("Only") for note in full.notes)
+
+
+def test_what_megatron_alone_has_is_taken_by_its_flags(data):
+    """Transfers that overlap everywhere, and attention in FP8, of which some profiles have no times."""
+    words = f"{JOB} --wlb-micro-batches 4 --data-path {data} --num-layers 4 --pipeline-model-parallel-size 2"
+    for flag, overlaps in (("", False), ("--overlap-p2p-communication-warmup-flush", True)):
+        assert setup(words, flag).without_wlb().job.overlap_transfers is overlaps
+    fp8 = "--fp8-format hybrid --fp8-dot-product-attention --gpu"
+    for gpu, noted in (("gb200", False), ("b200", True)):
+        notes = setup(words, fp8, gpu).notes
+        assert any("has no attention in FP8; Megatron's is timed in bf16" in note for note in notes) is noted
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -172,6 +186,9 @@ def test_flags_to_add_are_those_that_were_given(data):
     assert remark == "The data have no validation split; with --wlb the run needs --eval-iters 0."
     found = setup(run, "--eval-iters 0 --attention-dropout 0.1")
     assert found.flags() == "--wlb --attention-dropout 0" and not found.run.screened.remarks
+    late = setup(*words, "--wlb-packing adaptive:20 --wlb-micro-batches 4 --wlb-max-tokens auto")
+    assert late.flags().startswith("--wlb --wlb-packing adaptive:20 --wlb-micro-batches 4 --wlb-max-tokens auto ")
+    assert late.pins() == f"--wlb-max-tokens {late.job.max_tokens}"
 
 
 def test_nothing_to_gain(tmp_path, capsys):

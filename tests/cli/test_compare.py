@@ -335,6 +335,22 @@ def test_skipped_steps_train_no_token(why, tmp_path, capsys):
     )
 
 
+def test_lines_of_several_steps_count_those_that_trained(tmp_path):
+    """Of 4 steps, of which 3 were skipped of which 2 gave no number; and of 4, of which more were skipped than it has.
+
+    Without arguments a line has the steps that most lines have, here 4, where the one before is not nearer.
+    """
+    fields = "elapsed time per iteration (ms): 500 | global batch size: 8 | lm loss: {} | "
+    fields += "number of skipped iterations: {} | number of nan iterations: {} |"
+    lines = [(4, 2.5, 0, 0), (8, 2.5, 3, 2), (12, "NAN", 9, 0), *((last, 2.5, 0, 0) for last in (16, 17, 30))]
+    log = tmp_path / "log"
+    log.write_text("".join(f"iteration {last}/ 99 | {fields.format(*rest)}\n" for last, *rest in lines))
+    tokens = WINDOWS * WINDOW
+    rows = [(8, 4, 2, tokens, 2.5, 1), (12, 4, 2, 0, 0, 0), (16, 4, 2, 4 * tokens, 10, 4)]
+    rows += [(17, 1, 0.5, tokens, 2.5, 1), (30, 4, 2, 4 * tokens, 10, 4)]
+    assert run_log.read(str(log), 1, GPUS, WINDOW).steps.tolist() == [list(row) for row in rows]
+
+
 def test_skipped_steps_of_a_step_log_train_no_token(tmp_path, capsys):
     steps = [entry(i, SLOW[i - 1], LOSSES[i - 1], skipped=i % 2 == 0) for i in range(1, STEPS + 1)]
     base = step_log(tmp_path / "a", SLOW, skipped=False)
@@ -343,6 +359,8 @@ def test_skipped_steps_of_a_step_log_train_no_token(tmp_path, capsys):
     assert found["ratio"] == pytest.approx(0.5, rel=2e-2) and found["loss_difference"] == 0
     assert "- RUN: 30 of its steps were skipped: they took time and trained no token.\n" in said
     assert "earlier release" not in said
+    compared(tmp_path, step_log(tmp_path / "short", SLOW[:40], skipped=False), tmp_path / "b")
+    assert "- RUN: 15 of its steps were skipped" in capsys.readouterr().out
     compared(tmp_path, base, step_log(tmp_path / "c", SLOW))
     assert "- RUN: 70 of its steps, of an earlier release, do not say if they were" in capsys.readouterr().out
 
@@ -377,6 +395,9 @@ def test_what_is_left_out_is_said(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "- RUN: 35 lines of iterations are broken, and left out: iteration 2 | " in said
     assert "- BASE: 30 of its steps are left out: the other log does not have them." in said
+    tens, fewer = text_log(tmp_path / "tens", SLOW, interval=10), text_log(tmp_path / "fewer", SLOW[:40], interval=10)
+    compared(tmp_path, fewer, tens)
+    assert "- RUN: 30 of its steps are left out: the other log does not have them." in capsys.readouterr().out
     again = tmp_path / "c"
     again.write_text(base.read_text() + "\n".join(base.read_text().splitlines()[-30:]))
     compared(tmp_path, base, again)

@@ -19,6 +19,11 @@ def test_what_is_assumed():
     assert (job.parallel.num_gpus, job.num_micro_batches, job.profile.name) == (2, 2, "h100-cudnn")
     assert (job.model.padded_vocab_size, job.model.num_query_groups) == (128256, 4)
     assert job.parallel.sequence_parallel
+    words = f"{JOB.replace(f'--global-batch-size {N}', '')} --num-gpus 2 --micro-batch-size 3"
+    assert run(words).job().global_batch_size == 6
+    assert "Assumed: 6 context windows per step, PP x DP x --micro-batch-size" in " ".join(run(words).notes)
+    schedule = f"-- torchrun --nproc-per-node 1 pretrain_gpt.py {JOB} --step-batch-size-schedule 0:4"
+    assert run("--global-batch-size 8", schedule).job().global_batch_size == 8
     for note, begin in zip(
         found.run.notes,
         ("Assumed: 2 GPUs", "Assumed: 2 context windows per step, PP x DP", "Assumed: the vocabulary of llama3-8b",
@@ -35,6 +40,7 @@ def test_the_vocabulary_of_a_tokenizer(tmp_path):
         return described(words, *more).job.model.padded_vocab_size
 
     assert size("--tokenizer-type GPT2BPETokenizer --tensor-model-parallel-size 2") == 50432
+    assert size("--padded-vocab-size 500") == 500
     file = tmp_path / "tokenizer.json"
     named = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path} --make-vocab-size-divisible-by 10"
     for vocabulary in ({"a": 0, "b": 299}, [["a", -1.0]] * 300):

@@ -88,6 +88,15 @@ def test_ranks_of_what_starts_them(launcher, gpus):
     assert not any("GPUs" in note for note in found.run.notes)
 
 
+def test_what_is_given_counts_before_the_launcher_and_flags_are_those_of_what_trains():
+    words = (
+        "python tools/launch.py torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --lr 0.5 --seed 7".split()
+    )
+    found = {"num_layers": 4, "lr": 0.5, "seed": 7}
+    assert read_command(words) == Launched(found, [], "command", world_size=8)
+    assert read_command(words, 2) == Launched(found, [], "command", world_size=2)
+
+
 @pytest.mark.parametrize("ranks", ["srun -N x --ntasks-per-node 8", "mpirun -np all", "torchrun --nproc-per-node gpu"])
 def test_ranks_that_are_no_number(ranks, capsys):
     refused(capsys, f"-- {ranks} python pretrain_gpt.py {JOB}", "is not a number; put it in, or give --num-gpus")

@@ -36,7 +36,8 @@ def test_the_last_block_counts_whatever_stands_around_it(tmp_path):
     padded = "> padded vocab (size: 1000) with 536 dummy tokens (new size: 1536)\n"
     begun = first[: first.index("num_layers")]
     log = tmp_path / "log"
-    log.write_text(first + "iteration 1\n" + "".join(other) + padded + begun, encoding="latin-1")
+    before = padded.replace("1536", "2048")
+    log.write_text(first + before + "iteration 1\n" + "".join(other) + padded + begun, encoding="latin-1")
     job = described(log).job
     assert (job.model.num_layers, job.model.padded_vocab_size, job.context_length) == (4, 1536, 128)
     assert os.system(f"{BLOCK} {log} > {tmp_path / 'block'}") == 0
@@ -44,6 +45,8 @@ def test_the_last_block_counts_whatever_stands_around_it(tmp_path):
     shards = [word for i in range(16_000) for word in ("1", f"/data/shard_{i:05d}_text_document")]
     log.write_text(re.sub(r"(  data_path \.+) .*", lambda found: f"{found[1]} {shards}", second, count=1))
     assert read_log(str(log)).stated["data_path"] == shards
+    log.write_text(second.replace("  world_size", "  deepspeed ....... False\n  world_size"))
+    assert read_log(str(log)).stated["deepspeed"] is False
     for text, message in (
         ("begun", "has no arguments as Megatron prints them; give the log of a run, .*or the run's command behind --"),
         (begun, "ends within its arguments; give the log of a run, as Megatron wrote it, to the line that ends"),
@@ -62,7 +65,7 @@ def test_a_log_in_lines_of_json_or_with_holes_is_read(name, tmp_path):
     block = printed(LLAMA)
     (tmp_path / "log").write_text(block)
     (tmp_path / "json").write_text(
-        "".join(json.dumps({name: line, "time": 1}) + "\n" for line in block.splitlines(True))
+        "".join(json.dumps({name: line, "time": 1}) + "\n" for line in block.splitlines(name == "log"))
     )
     (tmp_path / "holes").write_text("\0" * 4096 + block.replace("num_layers", "\0num_layers", 1))
     for each in ("json", "holes"):
@@ -115,6 +118,9 @@ def test_a_typed_data_flag_replaces_those_of_the_log(data, tmp_path):
     for typed in (f"--train-data-path {data}", f"--data-args-path {tmp_path}/blend",
                   f"--per-split-data-args-path {tmp_path}/splits"):  # fmt: skip
         assert described(tmp_path / "log", typed).data.prefixes == [data]
+    (tmp_path / "log").write_text(printed(LLAMA | {"data_cache_path": "/of/the/run"}))
+    for words, folder in (((), None), (("--data-cache-path /mine",), "/mine")):
+        assert run(tmp_path / "log", *words).arguments.data_cache_path == folder
     typed = run(tmp_path / "log", "--mock-data").arguments
     assert typed.mock_data and not typed.data_path
 
@@ -137,6 +143,7 @@ def test_typed_flags_take_precedence(data, tmp_path):
         (lambda path: path.mkdir(), "is a folder, pipe or device; give the log of a run, as Megatron wrote it, or"),
         (lambda path: path.write_bytes(bytes(9999)), "has no arguments as Megatron prints them"),
         (lambda path: path.write_bytes("a log".encode("utf-16")), "is UTF-16; give it as iconv"),
+        (lambda path: path.write_bytes("\ufeffa log".encode("utf-16-be")), "is UTF-16; give it as iconv"),
         (lambda path: path.write_bytes(b""), "has no arguments as Megatron prints them"),
         (lambda path: path.write_bytes(b"\xe9\xff\n" * 99), "has no arguments as Megatron prints them"),
         (lambda path: path.symlink_to("/proc/self/mem"), "Input/output error; give the log"),

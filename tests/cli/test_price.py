@@ -141,15 +141,16 @@ def test_experts_overlap_in_megatron_where_its_schedule_can(data):
 
 
 def test_graphs_are_priced_by_their_modules_and_what_has_no_time_is_said(data):
-    words = f"{JOB} --data-path {data} --wlb-micro-batches {N} --num-layers 4 --num-gpus 2"
-    found = setup(words, "--cuda-graph-impl local --use-megatron-fsdp --fine-grained-activation-offloading")
+    words = f"{JOB} --data-path {data} --wlb-micro-batches {N} --num-layers 4 --num-gpus 4"
+    words += " --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 --hidden-size 4096"
+    found = setup(words, "--cuda-graph-impl local --use-torch-fsdp2 --fine-grained-activation-offloading")
     job, times = found.job, {("full",): 4.0, ("attn",): 5.0, (): 6.0}
     graphs, fsdp, offloading = prices(job, found.run.arguments, lambda of: times[of.cuda_graphs])
     assert (graphs.feature, graphs.times, fsdp.times, offloading.times) == ("CUDA graphs", 1.5, 1, 1)
     some = setup(words, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn").run.arguments
     assert [each.times for each in prices(job, some, lambda of: times[of.cuda_graphs])] == [1.2]
-    # Weights, gradients and optimizer are on both ranks but for the optimizer, which is divided anyway.
-    weights = 4 * job.model.layer_weights + 2 * job.model.vocabulary_weights
+    # Weights, gradients and optimizer of the last stage are on both ranks but for the optimizer, divided anyway.
+    weights = 3 * job.model.layer_weights + job.model.vocabulary_weights
     assert fsdp.source.startswith("no time is lost, since weights travel once a step")
     assert f"take {weights * (6 + 12 / 2 - 18 / 2) / 2**30:.1f} GiB more" in fsdp.source
     assert not prices(job, setup(words, "--cuda-graph-impl none").run.arguments, lambda of: 1.0)

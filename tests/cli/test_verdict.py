@@ -95,12 +95,14 @@ def test_the_first_line_says_what_the_number_stands_on(tmp_path, data):
         return _predicted(type("Report", (), {"setup": setup(*words)}))
 
     job = f"{JOB} --wlb-micro-batches 4"
-    assert said(job, "--gpu h100 --data-path", data) == "Predicted"
+    for device in ("--gpu h100", "--wlb-profile h100-fa2"):
+        assert said(job, device, "--data-path", data) == "Predicted"
     assert said(job, "--mock-data") == "Predicted for an assumed NVIDIA H100, on mock data"
     log = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "world_size": 2, "seq_length": 4096}
     log |= {"global_batch_size": 4, "data_path": [data], "split": 1, "vocab_size": 9, "wlb_micro_batches": 4}
     for backend, cpu in (("gloo", ", from the log of a run on CPUs (gloo)"), ("nccl", "")):
-        (tmp_path / "log").write_text(printed(log | {"distributed_backend": backend}))
+        (tmp_path / "log").write_text(printed(log | {"distributed_backend": backend, "attention_dropout": 0.1}))
+        assert setup(tmp_path / "log").flags() == "--wlb --wlb-micro-batches 4"  # a log has defaults, too
         assert said(tmp_path / "log", "--gpu h100") == f"Predicted{cpu}"
 
 

@@ -18,7 +18,7 @@ from megatron_wlb.cost.attention import (
     sharding_kernel,
 )
 from megatron_wlb.cost.linear import loss, memory_bound, output_matrix, products
-from megatron_wlb.cost.tiles import _tiled, exposed_share, overlap_adds
+from megatron_wlb.cost.tiles import _tiled, exposed_share, gathered_bytes, overlap_adds, overlap_bytes
 from megatron_wlb.documents import SEGMENT, document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
@@ -147,6 +147,8 @@ def test_sums_of_a_ring_one_by_one(model, packed):
                 backward += 2 * kv / 2 if is_lower else 2 * (q + 2 * out) / 2
         for times, values in zip(found, (2 * forward + 4 * lse, 2 * backward), strict=True):
             assert times[0, rank] == pytest.approx(values * tokens / cp / 2700e3)
+    fp8 = ring_sums(replace(given, fp8_attention=True), np.array([tokens]), np.array([packed]))  # sums in fp32
+    np.testing.assert_allclose(fp8[1], 2 * found[1])
     alone = ring_sums(job(model=model, profile=MEASURED), np.array([tokens]), np.array([packed]))
     assert not np.any(alone)
 
@@ -301,6 +303,30 @@ def test_tiles_by_hand():
     forward = more * (sum(2 * half * k / 576e6 + 3 for _, k in sizes) + 3 * 3) + copied * (3 + 2) * hidden
     backward = more * (sum(2 * half * m / 576e6 + 3 * 2 for m, _ in sizes) + 3 * 3) + copied * (1 + 2) * hidden
     assert np.array(overlap_adds(given, FULL, tokens)) == pytest.approx(np.array([forward, backward]))
+
+
+def test_tiles_restart_dense_products_alone_and_hold_what_is_gathered():
+    """Experts have no user buffers. Three buffers of 64 to 8 rows; without them, ranks gather rows for a product."""
+    given = job(model=replace(LLAMA2_7B, moe_router_topk=2), tp=4, tp_tile_rows=64, profile=MEASURED)
+    attention = replace(given, model=replace(LLAMA2_7B, hybrid=True))  # layers of attention alone
+    tokens = np.array([100.0])
+    np.testing.assert_array_equal(overlap_adds(given, FULL, tokens), overlap_adds(attention, FULL, tokens))
+    assert overlap_bytes(given) == 3 * (64 + 32 + 16 + 8) * 4096 * 2
+    free, alone = replace(given, tp_tile_rows=0), replace(given.parallel, sequence_parallel=False)
+    assert (gathered_bytes(given), gathered_bytes(free)) == (0, 4096 * 2)
+    assert gathered_bytes(replace(free, parallel=alone)) == overlap_bytes(free) == 0
+
+
+def test_sharding_counts_hidden_tiles_where_no_round_goes_around_them():
+    """Latents are exchanged before attention, without rounds; a ring and all of it have no such mask."""
+    sizes = {"model": V3, "tp": 8, "cp": 2, "profile": load_profile("h100-cudnn")}
+    for exchange, hides, moves in (("latents", 1, 1), ("shared", 0, 1), ("ring", 0, 0), ("all", 0, 0)):
+        kernel = sharding_kernel(job(**sizes, cp_exchange=exchange))
+        assert (kernel.hidden > 0, kernel.exchange > 0) == (hides, moves)
+        assert kernel.kv_chunks == (2 if exchange == "ring" else 1)
+    assert (
+        sharding_kernel(job(**sizes | {"model": replace(V3, window=9, pattern="W")}, cp_exchange="latents")).hidden == 0
+    )
 
 
 def test_user_buffers_hide_whole_tiles_inside_a_node():

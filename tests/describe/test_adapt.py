@@ -34,11 +34,13 @@ SET = [
     ({"apply_rope_fusion": OFF}, {"multi_latent_attention": True}, "--no-rope-fusion: the fused kernel"),
     ({"moe_token_dispatcher_type": ("allgather", "alltoall")}, MOE, "alltoall instead of allgather: allgather needs"),
     ({"moe_hybridep_pad_uneven_dispatch_inputs": ON}, HYBRIDEP, "-pad-uneven-dispatch-inputs: hybridep"),
-    ({"tp_comm_overlap": OFF}, {}, "--tp-comm-overlap: there is nothing"),
+    ({"tp_comm_overlap": OFF}, {"use_transformer_engine_op_fuser": True}, "--tp-comm-overlap: there is nothing"),
     ({"ckpt_format": ("fsdp_dtensor", "torch_dist")}, {}, "--ckpt-format torch_dist instead of fsdp"),
 ]
 PRICED = [
-    ({"cuda_graph_impl": ("local", "none"), "cuda_graph_modules": (["attn"], [])}, {}, "-impl local: .*; the host"),
+    ({"cuda_graph_impl": ("local", "none"), "cuda_graph_modules": (["attn"], []), "external_cuda_graph": OFF}
+     | dict.fromkeys(("cuda_graph_scope", "inference_cuda_graph_scope", "cuda_graph_scope_deprecated"), (["x"], None)),
+     {}, "-impl local: .*; the host"),
     ({"enable_cuda_graph": OFF}, {}, "--enable-cuda-graph: "),
     ({"moe_pad_expert_input_to_capacity": OFF}, {}, "--moe-pad-expert-input-to-capacity: .* vary in length$"),
     ({"tp_comm_overlap": OFF}, TP2 | {"use_transformer_engine_op_fuser": True}, "hidden$"),
@@ -54,7 +56,7 @@ PRICED = [
     ({"moe_combine_bwd_dtype": ("mxfp8", "bf16")}, {}, "-bwd-dtype bf16 instead of mxfp8: only ncclep .* in bf16$"),
     ({"moe_dispatch_fwd_dtype": ("mxfp8", "bf16")}, {}, "-fwd-dtype bf16 instead of mxfp8: only ncclep .* in bf16$"),
     ({"log_max_attention_logit": OFF}, {}, "not logged"),
-]
+]  # fmt: skip
 """Arguments before and after, what is given beside them, and what is said; the latter ones cost something."""
 
 BEFORE = {
@@ -76,15 +78,17 @@ def test_one_change(changed, beside, line):
     assert differs[0].startswith("> wlb: differs: attention stops at the end of a document")
     assert all(each.startswith("> wlb: differs: ") for each in differs)
     verb = "without" if priced and "instead of" not in line else "sets"
-    assert re.search(line, last) and last.startswith(f"> wlb: {verb} ")
+    assert re.search(line, last) and last.startswith(f"> wlb: {verb} ") and "without no " not in last
     after = USUAL | beside | {name: value for name, (_, value) in changed.items()}
     assert {name: value for name, value in vars(args).items() if name not in BEFORE} == after
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
-    first = args.wlb_before
-    assert all(first.get(name, before) == before for name, (before, _) in changed.items())
+    first, plain = args.wlb_before, {name: each for name, (each, _) in changed.items() if not isinstance(each, list)}
+    assert {name: value for name, value in first.items() if name in changed} == plain  # as a log can print it
     check(args)
     assert not any(adapt(args, given)[1:]) and args.wlb_before == first  # nothing is left to change
     assert args.wlb_windows_per_micro_batch == given.get("micro_batch_size", 1)
+    windows = given.get("eval_micro_batch_size") or args.wlb_windows_per_micro_batch
+    assert args.wlb_eval_windows_per_micro_batch == windows
     with pytest.raises(ValueError, match="^--wlb-strict: --wlb would change these flags"):
         adapt(Namespace(**USUAL | given | {"wlb_strict": True}), ())
 
@@ -121,11 +125,24 @@ def test_every_row_that_is_set_or_switched_off_is_a_case():
 
 def test_what_needs_no_change():
     overlap = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
-    for given in ({}, {"reset_attention_mask": True}, MOE | {"moe_token_dispatcher_type": "alltoall"} | overlap):
+    alone = {"eval_micro_batch_size": 1, "defer_embedding_wgrad_compute": True}
+    for given in ({}, {"reset_attention_mask": True}, MOE | {"moe_token_dispatcher_type": "alltoall"} | overlap, alone):
         args = Namespace(**USUAL | given | {"wlb_strict": True})
         assert not any(adapt(args, given)[1:])
         kept = {name: value for name, value in vars(args).items() if name not in BEFORE}
         assert kept == USUAL | given | {"wlb_strict": True}
+
+
+@pytest.mark.parametrize("sft", [True, False])
+def test_what_a_loss_without_wlb_depends_on_is_noted(sft):
+    before = {"wlb_sft": sft, "wlb_means_in_evaluation": sft, "wlb_per_token_loss": False, "wlb_frozen": False}
+    changed = {"calculate_per_token_loss": False, "micro_batch_size": 4, "eval_micro_batch_size": None}
+    args = Namespace(**USUAL | changed | {"sft": sft})
+    adapt(args, ())
+    assert vars(args).items() >= before.items() and args.wlb_before == changed
+    args.micro_batch_size = 3
+    adapt(args, ())
+    assert args.wlb_before == changed  # of the run itself
 
 
 def test_dropout_that_was_asked_for_is_refused():
@@ -151,6 +168,10 @@ def test_the_scale_of_fp16_is_of_a_mean_over_tokens():
     for lines in (2, 0):
         assert len([line for line in adapt(args, ()).set if "summed over" in line]) == lines
         assert (args.loss_scale, args.initial_loss_scale, args.min_loss_scale) == (None, 2.0**18, 2.0**-14)
+    constant = fp16 | {"loss_scale": 2.0**20, "global_batch_size": None, "micro_batch_size": 4}
+    args = Namespace(**USUAL | constant | {"calculate_per_token_loss": False})
+    adapt(args, ())
+    assert args.loss_scale == 2.0**8  # of four windows of 1,024
     args = Namespace(**USUAL | fp16)
     adapt(args, ())
     assert args.initial_loss_scale == 2.0**32
@@ -165,7 +186,8 @@ def test_a_batch_that_would_decrease_is_refused():
 
 def test_what_is_switched_off_by_itself():
     assert switches_off("cuda_graph_impl", "local") and switches_off("use_megatron_fsdp", True)
-    for name, value in (("cuda_graph_impl", "none"), ("tp_comm_overlap", True), ("micro_batch_size", 4), ("lr", 1)):
+    for name, value in (("cuda_graph_impl", "none"), ("tp_comm_overlap", True), ("micro_batch_size", 4), ("lr", 1),
+                        ("dataloader_type", "cyclic")):  # fmt: skip
         assert not switches_off(name, value)
 
 

@@ -2,7 +2,10 @@
 
 import argparse
 
-from megatron_wlb.describe.flags import add_wlb_arguments
+import pytest
+
+from megatron_wlb.describe.arguments import BESIDE, LIST, marked
+from megatron_wlb.describe.flags import RunSettings, add_wlb_arguments, given_in, unknown_in
 
 REASONS = {
     "--wlb": "the plugin",
@@ -25,3 +28,32 @@ REASONS = {
 def test_every_flag_has_a_reason():
     parser = add_wlb_arguments(argparse.ArgumentParser(add_help=False))
     assert {flag for action in parser._actions for flag in action.option_strings} == REASONS.keys()
+
+
+def test_arguments_that_are_given_and_that_are_not_known_are_told_apart():
+    parser = argparse.ArgumentParser(prog="train")
+    parser.add_argument("--lr", type=float, default=1.0, help="100 % of it")
+    parser.add_argument("--brand-new", type=int, default=3, help="5%% of %(prog)s")
+    parser.set_defaults(brand_new=3, older=1)
+    add_wlb_arguments(parser)
+    help = parser.format_help()
+    assert "100 % of it" in help and "5% of train" in help
+    for words, unknown in (("--brand-new 3 --lr 2 --wlb-strict", {}), ("--brand-new 4", {"brand_new": "--brand-new"})):
+        assert unknown_in(parser, parser.parse_args(words.split())) == unknown
+    assert given_in(parser, "--lr 1 --wlb-packing paper other".split()) == {"lr", "wlb_packing"}
+
+
+def test_rows_to_skip_are_long_or_broken():
+    assert RunSettings(sft_skip=("long", "broken")).sft_skip == ("long", "broken")
+    with pytest.raises(ValueError, match="--wlb-sft-skip has 'both'; give long, broken, or both with a comma"):
+        RunSettings(sft_skip=("long", "both"))
+    with pytest.raises(ValueError, match="--wlb-mock-lengths F3 must be F2"):
+        RunSettings(mock_lengths="F3")
+
+
+def test_marks_of_arguments_that_are_left_to_megatron():
+    """A list of the step, a list beside it, and others of both."""
+    names = ["mrope_section", "profile_ranks", "moe_aux_loss_coeff", "lr", "train_iters"]
+    assert [(name in marked(LIST), name in marked(BESIDE)) for name in names] == [
+        (True, False), (True, True), (True, False), (False, False), (False, True)
+    ]  # fmt: skip

@@ -10,6 +10,7 @@ from benchmarks.step_time import CASES, LAYOUTS, REMEMBERED, job_of
 from megatron_wlb.describe import make
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.describe.make import default_max_tokens
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.layers.latent import LatentAttention
 from megatron_wlb.model import MODELS
@@ -25,10 +26,6 @@ WAYS = (
 ONE_EACH = dict.fromkeys((*CASES, *REMEMBERED))
 
 
-def needed(job):
-    return max(peak_bytes(job, stage) for stage in range(job.parallel.pp))
-
-
 @pytest.mark.parametrize("recompute", WAYS, ids=lambda way: way.flags or "none")
 def test_what_megatron_holds_is_held(recompute):
     """By default nothing is refused in the very memory that Megatron's own run needs.
@@ -40,13 +37,13 @@ def test_what_megatron_holds_is_held(recompute):
         jobs[case.layout].append(case)
     for case in ONE_EACH if not turn else [of[turn % len(of)] for of in jobs.values()]:
         free = job_of(case, recompute=recompute)
-        budget = needed(without_wlb(free))
+        budget = peak_bytes(without_wlb(free))
         for tight in (False, True):
             held = job_of(case, recompute=recompute, budget_bytes=budget, tight=tight)
             assert held.num_micro_batches == free.num_micro_batches
             assert case.window <= held.max_tokens <= default_max_tokens(free), case.title
             # The exchange of K and V, and stages whose transfers overlap, take at most so much more.
-            assert needed(held) <= max(1.03 * budget, budget + 2**29), case.title
+            assert peak_bytes(held) <= max(1.03 * budget, budget + 2**29), case.title
         with pytest.raises(ValueError, match="and Megatron's own do not fit either; "):
             job_of(case, recompute=recompute, budget_bytes=budget / 2)
 
@@ -56,20 +53,20 @@ def test_the_longest_micro_batch_falls_to_what_fits():
     free = job_of(case)
     short = replace(free, parallel=replace(free.parallel, group_size=free.parallel.pp))
     for share, expected in ((1.1, None), (1.4, default_max_tokens(free))):
-        budget = share * needed(without_wlb(free))
+        budget = share * peak_bytes(without_wlb(free))
         job = job_of(case, budget_bytes=budget)
         assert job.max_tokens == (expected or largest_max_tokens(short, budget))
         assert case.window <= job.max_tokens <= default_max_tokens(free)
         assert job_of(case, budget_bytes=budget, tight=True).max_tokens == case.window
-        assert needed(job) <= budget
-    budget, settings = 1.1 * needed(without_wlb(free)), PlanSettings(max_tokens=163840)
+        assert peak_bytes(job) <= budget
+    budget, settings = 1.1 * peak_bytes(without_wlb(free)), PlanSettings(max_tokens=163840)
     with pytest.raises(ValueError, match=r"micro-batches of 163840 tokens \(S_max\) need more memory"):
         job_of(case, budget_bytes=budget, settings=settings)
 
 
 def test_micro_batches_of_several_windows_are_not_held_where_single_ones_are():
     case = next(each for each in CASES if each.title == "70B PP4, 16 of 128K")
-    budget = needed(without_wlb(job_of(case)))
+    budget = peak_bytes(without_wlb(job_of(case)))
     with pytest.raises(ValueError, match="less than the mean micro-batch of "):
         job_of(case, budget_bytes=budget, num_micro_batches=job_of(case).num_micro_batches // 2)
 
@@ -78,7 +75,7 @@ def test_what_fits_nowhere_says_with_what_it_would():
     """The least recomputation, or else the budget."""
     case = next(each for each in CASES if each.title == "405B PP14, VPP 9, 14 of 128K")
     free = job_of(case)
-    ring = needed(without_wlb(free))
+    ring = peak_bytes(without_wlb(free))
 
     def said(share, **changes):
         with pytest.raises(ValueError, match="do not fit either") as caught:
@@ -105,7 +102,15 @@ def test_latents_travel_where_they_gain_a_percent(time, chosen, monkeypatch):
     assert make.make_job(model=MODELS["deepseek-v3"], default_profile="h100-fa2", **sizes).cp_exchange == chosen
 
 
-def test_a_job_has_the_sharding_it_is_given():
-    given = Sharding(cp_sharding="per-document")
-    found = make.make_job(model=MODELS["llama2-7b"], context_length=8192, global_batch_size=4, sharding=given)
-    assert found.sharding == given != Sharding()
+def test_what_is_given_counts_before_settings_and_these_before_defaults():
+    def made(**given):
+        sizes = {"context_length": 64, "global_batch_size": 6, "sharding": Sharding(cp_sharding="per-document")}
+        found = make.make_job(model=MODELS["550m"], **sizes, default_profile="a100-fa2", **given)
+        assert found.sharding == sizes["sharding"] != Sharding()
+        return found.num_micro_batches, found.max_tokens, found.profile.name
+
+    settings = PlanSettings(micro_batches=2, max_tokens=256, profile="h100-fa2")
+    fields = {"num_micro_batches": 3, "max_tokens": 512, "profile": load_profile("b200-cudnn-2025")}
+    assert made() == (6, 80, "a100-fa2")
+    assert made(settings=settings) == (2, 256, "h100-fa2")
+    assert made(settings=settings, **fields) == (3, 512, "b200-cudnn-2025")

@@ -7,12 +7,21 @@ import pytest
 
 from megatron_wlb.describe.arguments import MegatronArguments
 from megatron_wlb.describe.flags import PlanSettings, RunSettings
-from megatron_wlb.describe.megatron import Description, bytes_of, of_megatron, parallel_of, recompute_of, row_multiple
+from megatron_wlb.describe.megatron import (
+    Description,
+    bytes_of,
+    graphs_of,
+    of_megatron,
+    parallel_of,
+    recompute_of,
+    row_multiple,
+)
 from megatron_wlb.describe.shape import model_of
 from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import policy_of
 from megatron_wlb.pipeline.split import Split
+from megatron_wlb.simulate.memory import largest_max_tokens
 
 H, HEADS, FFN = 64, 8, 256
 SIZES = {"num_layers": 12, "hidden_size": H, "num_attention_heads": HEADS}
@@ -26,11 +35,14 @@ def arguments(**stated):
     return MegatronArguments.of(SIZES | stated)
 
 
-def job_of(stated, profile="flops", **given):
-    """The job of arguments, with the defaults of all settings."""
+def description(stated, **changes):
+    """A run by arguments, with the defaults of all settings."""
     settings = {"packing": policy_of(None), "sharding": Sharding(), "settings": PlanSettings()}
-    settings |= {"run_settings": RunSettings(), "profile": profile}
-    return Description(arguments=MegatronArguments.of(stated), **settings).job(**given)
+    return Description(arguments=MegatronArguments.of(stated), **settings | {"run_settings": RunSettings()} | changes)
+
+
+def job_of(stated, profile="flops", **given):
+    return description(stated, profile=profile).job(**given)
 
 
 PRECISION_AWARE = {"use_precision_aware_optimizer": True}
@@ -67,6 +79,9 @@ def test_a_dtype_that_megatron_does_not_have_is_refused():
     [
         ({}, {}),
         ({"swiglu": True}, {"ffn_hidden_size": 128, "gated_linear_unit": True}),  # 64 * 8 / 3 in units of 64
+        ({"swiglu": True, "hidden_size": 16},
+         {"hidden_size": 16, "kv_channels": 2, "ffn_hidden_size": 64, "gated_linear_unit": True}),
+        ({"attention_output_gate": True}, {"output_gate": True}),
         ({"kv_channels": 16, "num_query_groups": 2}, {"kv_channels": 16}),
         ({"group_query_attention": True, "num_query_groups": 2}, {"num_query_groups": 2}),
         ({"group_query_attention": True}, {"num_query_groups": 1}),
@@ -87,6 +102,18 @@ def test_a_dtype_that_megatron_does_not_have_is_refused():
             {"ffn_hidden_size": 350, "moe_router_topk": 3, "num_experts": 8, "shared_ffn_hidden_size": 50},
         ),
         (
+            {"num_experts": 8, "moe_ffn_hidden_size": 100, "moe_layer_freq": [0, 0] + [1] * 10,
+             "window_size": (64, 0), "window_attn_skip_freq": 6},
+            {"ffn_hidden_size": 200, "dense_ffn_hidden_size": FFN, "moe_router_topk": 2, "num_experts": 8,
+             "window": 64, "pattern": "W-W-WWW*WWWWW*"},
+        ),
+        (
+            {"num_experts": 8, "moe_layer_freq": "3"},
+            {"ffn_hidden_size": 2 * FFN, "dense_ffn_hidden_size": FFN, "moe_router_topk": 2, "num_experts": 8,
+             "pattern": "**-*-"},
+        ),
+        ({"moe_layer_freq": "([0]*3+[1]*9)"}, {}),  # without experts, of no use
+        (
             {"multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 64, "qk_head_dim": 24,
              "qk_pos_emb_head_dim": 8, "v_head_dim": 96},
             {"kv_channels": 32, "v_head_dim": 96, "q_lora_rank": 48, "kv_lora_rank": 64, "qk_pos_emb_head_dim": 8},
@@ -96,6 +123,23 @@ def test_a_dtype_that_megatron_does_not_have_is_refused():
 )  # fmt: skip
 def test_models(stated, changes):
     assert model_of(arguments(**stated)) == replace(DENSE, **changes)
+
+
+def test_models_with_a_name_have_dense_layers_unless_others_are_given():
+    every = MegatronArguments(moe_layer_freq="1")
+    assert model_of(every, "deepseek-v3") == replace(MODELS["deepseek-v3"], pattern="*")
+    assert model_of(MegatronArguments(num_layers=4), "deepseek-v3").layer_kinds == ["*-"] * 3 + ["*"]
+
+
+def test_sizes_among_the_arguments_change_a_known_model():
+    sizes = {"num_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "num_query_groups": 2, "kv_channels": 24}
+    sizes |= {"ffn_hidden_size": 48, "qk_layernorm": True}
+    given = sizes | {"swiglu": False, "vocab_size": 300, "tensor_model_parallel_size": 2}
+    changed = replace(MODELS["llama3-8b"], **sizes, gated_linear_unit=False, padded_vocab_size=512)
+    assert model_of(MegatronArguments.of(given), "llama3-8b") == changed
+    for name, model in MODELS.items():
+        assert model_of(MegatronArguments(), name) == model
+        assert model_of(MegatronArguments(padded_vocab_size=300), name) == replace(model, padded_vocab_size=300)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +152,8 @@ def test_models(stated, changes):
         ({"world_size": 8, "num_experts": 8, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
          {"dp": 8, "ep": 4, "etp": 2}),
         ({"world_size": 4, "num_experts": None, "expert_tensor_parallel_size": 1}, {"dp": 4}),
-        ({"sequence_parallel": True}, {"sequence_parallel": True}),
+        ({"sequence_parallel": True, "use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2},
+         {"sequence_parallel": True, "stages_before_dp": True, "pp": 2}),
         ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3,
           "microbatch_group_size_per_vp_stage": 4}, {"pp": 2, "vpp": 3, "group_size": 4}),
         ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}, {"pp": 2, "vpp": 3}),
@@ -129,7 +174,7 @@ def test_layouts(stated, expected):
     ("stated", "message"),
     [
         ({"hidden_size": 66}, "^--num-attention-heads 8 does not divide --hidden-size 66; change one, or give --kv"),
-        ({"hidden_size": None, "num_layers": None}, "^no --num-layers, --hidden-size: give the sizes of the model"),
+        (dict.fromkeys(SIZES), "^no --num-layers, --hidden-size, --num-attention-heads: give the sizes of the model"),
         ({"group_query_attention": True, "num_query_groups": 3}, "is 3, which does not divide 8 attention heads"),
         ({"world_size": 6, "tensor_model_parallel_size": 4}, "^6 GPUs are no multiple of .* 4 x 1 x 1 = 4; change"),
         ({"world_size": 2, "expert_model_parallel_size": 2}, "^--expert-model-parallel-size without --num-experts;"),
@@ -166,6 +211,7 @@ def test_layouts(stated, expected):
         ({"hybrid_layer_pattern": "*E"}, "--hybrid-layer-pattern has E without --num-experts"),
         ({"num_experts": 8, "moe_router_group_topk": 2}, "--moe-router-group-topk. is 2 of 1 groups"),
         ({"window_size": (64, 0), "window_attn_skip_freq": "[1" + "]" * 9}, "--window-attn-skip-freq is"),
+        ({"num_experts": 8, "moe_layer_freq": "([0]+[1]*10)"}, "--moe-layer-freq is .* for each of 12 layers"),
     ],
 )  # fmt: skip
 def test_contradictions(stated, message):
@@ -175,8 +221,14 @@ def test_contradictions(stated, message):
 
 
 def test_values_may_be_text_and_what_is_unknown_does_not_matter():
-    found = arguments(split=1, fp8=None, lr="3e-4", seed="7", tp_comm_overlap="True", data_path=["0.5", "a"])
-    assert found == MegatronArguments(**SIZES, split="1", seed=7, tp_comm_overlap=True, data_path=("0.5", "a"))
+    found = arguments(split=0.5, fp8=None, lr="3e-4", seed="7", tp_comm_overlap="True", data_path=["0.5", "a"])
+    assert found == MegatronArguments(**SIZES, split="0.5", seed=7, tp_comm_overlap=True, data_path=("0.5", "a"))
+    for pattern, layout in (("M*-", None), ("M*|-", "Ett|tL")):
+        found = MegatronArguments.of(
+            {"hybrid_layer_pattern": pattern, "num_layers": 99, "recompute_modules": "mlp moe"}
+        )
+        expected = {"num_layers": 3, "pipeline_model_parallel_layout": layout, "recompute_modules": ("mlp", "moe")}
+        assert found == MegatronArguments(hybrid_layer_pattern=pattern, **expected)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +238,8 @@ def test_values_may_be_text_and_what_is_unknown_does_not_matter():
         ({"recompute_activations": True}, Recompute(granularity="selective", modules=("core_attn",))),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm", "mlp"]},
          Recompute(granularity="selective", modules=("layernorm", "mlp"))),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-         Recompute(granularity="full", method="block", num_layers=2)),
+        ({"recompute_activations": True, "recompute_granularity": "full", "recompute_method": "block",
+          "recompute_num_layers": 2}, Recompute(granularity="full", method="block", num_layers=2)),
     ],
 )  # fmt: skip
 def test_recomputation(stated, expected):
@@ -218,7 +270,7 @@ def test_micro_batches_are_aligned_for_kernels_and_ranks(numbers, multiple):
         ({"fp8_recipe": "mxfp8"}, "bf16"),
         ({"fp8": "hybrid"}, "delayed"),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "mxfp8"),
-        ({"fp4": "e2m1"}, "nvfp4"),
+        ({"fp4": "e2m1", "fp8": "hybrid"}, "nvfp4"),
     ],
 )
 def test_products_have_the_precision_of_arguments(stated, precision):
@@ -226,10 +278,96 @@ def test_products_have_the_precision_of_arguments(stated, precision):
 
 
 def test_what_the_caller_knows_takes_precedence():
-    stated = JOB | {"hidden_dropout": 0, "overlap_p2p_comm": False}
+    stated = JOB | {"hidden_dropout": 0, "overlap_p2p_comm": False, "recompute_activations": True}
     job = job_of(stated, model=MODELS["llama2-7b"], global_batch_size=2, reorder=False)
     assert (job.model, job.global_batch_size, job.reorder) == (MODELS["llama2-7b"], 2, False)
-    assert (job.hidden_dropout, job.overlap_transfers) == (False, True)
+    assert (job.hidden_dropout, job.overlap_transfers, job.recompute.granularity) == (False, True, "selective")
+    stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    assert not job_of(stated | stages).overlap_transfers
+    offloading = job_of(JOB | {"cpu_offloading_num_layers": 3})
+    assert (offloading.offloaded_layers, offloading.hidden_dropout) == (3, True)
+
+
+def test_a_description_counts_before_its_arguments():
+    """A known model, whose layers virtual stages divide, a budget, which settings do not name, and recomputation."""
+    stated = {"seq_length": 1024, "recompute_activations": True, "pipeline_model_parallel_size": 4}
+    given = description(
+        stated | {"num_layers_per_virtual_pipeline_stage": 2, "global_batch_size": 8, "sequence_parallel": True},
+        **{"model": "llama2-7b", "recompute": Recompute(), "bytes_per_value": 4, "budget": 2.0**36},
+        settings=PlanSettings(max_tokens="auto"),
+    )
+    job = given.job()
+    assert (job.model, job.recompute, job.bytes_per_value) == (MODELS["llama2-7b"], Recompute(), 4)
+    assert job.parallel.vpp == 4 and job.max_tokens == largest_max_tokens(job, 2.0**36) > 2048
+    free = given.without_memory()
+    assert free == replace(given, budget=None, settings=PlanSettings()) and free.job().max_tokens == 1280
+    asked = replace(given, settings=PlanSettings(max_tokens=2048, memory_budget=64.0))
+    assert asked.without_memory().settings == PlanSettings(max_tokens=2048)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 2 + 4 + 12),
+        ({"use_distributed_optimizer": True}, 2 + 4 + 12 / 2),
+        ({"grad_reduce_in_bf16": True}, 2 + 2 + 12),
+        ({"optimizer": "sgd"}, None),
+        ({"num_experts": 8, "model": "llama2-7b"}, 2 + 4 + 12),
+        ({"hybrid_layer_pattern": "*-" * 6, "num_layers": None}, None),
+    ],
+)
+def test_memory_for_activations_is_what_the_fullest_gpu_leaves(changes, size):
+    """The last of two stages, on two data-parallel ranks: its layers and the output layer."""
+    layout = {"pipeline_model_parallel_size": 2, "world_size": 4, "vocab_size": 1 << 17}
+    layout |= {"untie_embeddings_and_output_weights": True, "decoder_first_pipeline_num_layers": 4}
+    changes = dict(changes)
+    given = description({name: value for name, value in (JOB | layout | changes).items() if value is not None})
+    job = given.job()
+    if size is None:
+        assert given.held_bytes(job) is given.budget_bytes(job) is None
+        return
+    if changes.pop("model", None):  # whose experts are not all known
+        mixture = replace(job, model=replace(job.model, moe_router_topk=2, num_experts=0))
+        assert given.held_bytes(mixture) is None
+        return
+    held = size * (8 * job.model.layer_weights + job.model.vocabulary_weights)
+    assert given.held_bytes(job) == held
+    for gib, of in ((None, job.profile.memory_gib), (24.0, 24.0)):
+        assert given.budget_bytes(job, gib) == pytest.approx(0.9 * of * 2**30 - held)
+
+
+def test_megatron_alone_has_the_features_of_its_arguments():
+    stated = JOB | {"num_experts": 4, "swiglu": True, "overlap_moe_expert_parallel_comm": True}
+    stated |= {"moe_token_dispatcher_type": "allgather", "fp8_dot_product_attention": True, "cuda_graph_impl": "local"}
+    stated |= {"tp_comm_overlap": True, "tensor_model_parallel_size": 4, "sequence_parallel": True}
+    stated |= {"recompute_activations": True}
+    job, a = job_of(stated, recompute=Recompute()), MegatronArguments.of(stated)
+    found = {"moe_dispatcher": "allgather", "fp8_attention": True, "cuda_graphs": ("full",), "tp_overlap": 0.75}
+    found |= {"overlaps_experts": True, "recompute": Recompute(granularity="selective", modules=("core_attn",))}
+    assert of_megatron(a, job) == found
+    staged = replace(job, overlaps_experts=False, parallel=replace(job.parallel, pp=2))
+    for vpp, overlaps in ((1, False), (3, True)):
+        stages = replace(staged, parallel=replace(staged.parallel, vpp=vpp))
+        assert of_megatron(a, stages)["overlaps_experts"] is overlaps
+    dense = replace(job, model=DENSE, overlaps_experts=False)
+    assert of_megatron(a, dense)["moe_dispatcher"] == "alltoall"
+
+
+@pytest.mark.parametrize(
+    ("stated", "graphs"),
+    [
+        ({"cuda_graph_modules": ["attn"]}, ()),
+        ({"cuda_graph_impl": "none", "cuda_graph_modules": ["attn"]}, ()),
+        ({"cuda_graph_impl": "local"}, ("full",)),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe", "attn", "moe"]}, ("attn", "moe")),
+        ({"enable_cuda_graph": True, "cuda_graph_scope": ["attn"]}, ("attn",)),
+        ({"external_cuda_graph": True, "cuda_graph_scope": ["attn", "full"]}, ("full",)),
+        ({"enable_cuda_graph": True, "cuda_graph_scope": ["full_iteration"]}, ("full",)),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": ["attn"]}, ("full",)),
+    ],
+)
+def test_graphs_are_of_modules_or_of_all(stated, graphs):
+    assert graphs_of(arguments(**stated)) == graphs
 
 
 def test_experts_overlap_by_the_flag_but_in_hybrid_models():
@@ -252,7 +390,7 @@ def test_experts_overlap_by_the_flag_but_in_hybrid_models():
 def test_layers_have_the_windows_that_megatron_gives_them(skip, kinds):
     a = MegatronArguments.of(JOB | {"num_layers": 7, "window_size": "64,0", "window_attn_skip_freq": skip})
     model = model_of(a)
-    assert model.layer_kinds == kinds
+    assert model.layer_kinds == list(kinds)
     assert model.pairs_beyond(np.array([65, 75])).tolist() == [0, 10 * 10 * kinds.count("W") // 7]
     assert set(model.windows) == ({64} if skip is None else {64, None})
     assert model_of(MegatronArguments.of(JOB | {"window_size": [-1, 0]})) == model_of(MegatronArguments.of(JOB))
@@ -304,7 +442,9 @@ def test_the_crossover_of_linear_layers_is_that_of_published_shapes(name):
     ("stated", "rows", "overlap", "alone"),
     [
         ({"seq_length": 1 << 17, "context_parallel_size": 2}, 16384, 0.875, 0.875),
-        ({"seq_length": 20_480, "context_parallel_size": 4, "fp8": "hybrid"}, 5120, 0.875, 0.875),  # a window's rows
+        ({"seq_length": 22_528, "context_parallel_size": 4, "fp8": "hybrid"}, 5120, 0.875, 0.875),  # a window's rows
+        ({"seq_length": 512, "fp8": "hybrid"}, 0, 0, 0.875),  # less than the smallest tiles have
+        ({"sequence_parallel": False}, 0, 0, 0.875),
         ({"tp_comm_overlap": False}, 0, 0, 0),
         ({"multi_latent_attention": True}, 0, 0, 0.875),
         ({"use_transformer_engine_op_fuser": True}, 0, 0, 0.875),

@@ -65,6 +65,7 @@ ROWS = [
     (VIRTUAL | {"pipeline_model_parallel_size": 2}, "leave --no-overlap-p2p-communication out"),
     ({"attention_backend": "AttnBackend.local"}, "--attention-backend AttnBackend.local runs no packed"),
     ({"window_size": (128, 128)}, r"--window-size is \(128, 128\); .*give LEFT,0"),
+    ({"window_size": "128,10"}, "--window-size is 128,10; .*give LEFT,0"),
     (LATENT | {"position_embedding_type": "yarn"}, "give rope, and --rope-type yarn"),
     (LATENT | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
     ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope is not supported; give rope, yarn"),
@@ -105,6 +106,13 @@ ROWS = [
 def test_refused_for_its_value_or_beside_another(arguments, message):
     with pytest.raises(ValueError, match=f"^--wlb: .*{message}"):
         check(Namespace(**SERVED | arguments))
+
+
+def test_a_value_is_refused_by_itself_or_beside_others():
+    assert refusals.refuses("attention_dropout", 0.1) and refusals.refuses("attention_dropout", "some")
+    assert refusals.refuses("seq_length", None, seq_length=64) and not refusals.refuses("seq_length", 64)
+    sharded = {"name": "tensor_model_parallel_size", "value": 2}
+    assert refusals.refuses(**sharded, **LATENT) and not refusals.refuses(**sharded)
 
 
 def test_every_argument_of_a_refusal_counts():

@@ -1,10 +1,12 @@
 """Communication times: the measured ones within a node, the assumptions between nodes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_wlb.hardware.network import H100_NETWORK as NETWORK
-from megatron_wlb.hardware.network import Group
+from megatron_wlb.hardware.network import Collective, Group
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,18 @@ from megatron_wlb.hardware.network import Group
 def test_within_a_node_near_what_was_measured(collective, ranks, num_bytes, measured_us):
     """A few rows of the table that the constants are fitted to."""
     assert NETWORK.collective(collective, num_bytes, Group(size=ranks, stride=1)) == pytest.approx(measured_us, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ranks": ()}, {"ranks": (4, 2)}, {"latency_us": (1.0,)}, {"gb_per_s": (1.0,) * 3}]
+)
+def test_a_collective_is_measured_for_increasing_numbers_of_ranks(changes):
+    measured = Collective(ranks=(2, 8), latency_us=(1.0, 2.0), gb_per_s=(30.0, 40.0))
+    assert replace(NETWORK, reduce_scatter=measured).reduce_scatter == measured
+    with pytest.raises(
+        ValueError, match="reduce_scatter is of .* ranks, with . latencies and . rates; give one of each"
+    ):
+        replace(NETWORK, reduce_scatter=measured._replace(**changes))
 
 
 def test_between_nodes_ranks_of_a_node_share_their_links():

@@ -1,7 +1,7 @@
 """Profiles: the kernel model against counting tiles one by one, files that hold one, and files that do not."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -24,14 +24,17 @@ from megatron_wlb.hardware.profile import (
 )
 
 
-def count_tiles(segments, tile_rows):
-    """Tiles with a visible key, query tiles, and hidden tiles, of causal segments [start, stop), one at a time."""
+def count_tiles(segments, tile_rows, window=1 << 20):
+    """Tiles with a visible key, query tiles, and hidden tiles, of causal segments [start, stop), one at a time.
+
+    Tiles before the first key of a tile's first query do not count.
+    """
     tiles = query_tiles = hidden = 0
     for start, stop in segments:
         for first_row in range(start, stop, tile_rows):
             end = min(first_row + tile_rows, stop)
             query_tiles += 1
-            seen = [first_key < end for first_key in range(0, stop, tile_rows)]
+            seen = [key < end and key + tile_rows > first_row - window for key in range(0, stop, tile_rows)]
             tiles, hidden = tiles + sum(seen), hidden + len(seen) - sum(seen)
     return tiles, query_tiles, hidden
 
@@ -44,8 +47,9 @@ def call(segments):
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)).map(lambda s: (s[0], sum(s))), max_size=8),
     st.integers(1, 70),
     st.integers(1, 4),
+    st.integers(0, 250),
 )
-def test_the_kernel_model_counts_tiles(segments, tile_rows, heads):
+def test_the_kernel_model_counts_tiles(segments, tile_rows, heads, window):
     kernel = KernelModel(tile_rows=tile_rows, launch=1.0, tile=1e3, query_tile=1e9, hidden=0.5, heads=heads)
     counts = kernel.count(call(segments))
     *expected, hidden = count_tiles(segments, tile_rows)
@@ -57,7 +61,9 @@ def test_the_kernel_model_counts_tiles(segments, tile_rows, heads):
     launches, *twice, paid = kernel.count_shard((call(segments), call(whole), call([])))
     assert (launches, paid) == (2 * bool(segments), is_late * hidden)
     assert twice == [sum(pair) for pair in zip(counts, kernel.count(call(whole)), strict=True)]
-    assert replace(kernel, window=10).count_shard((call(segments),))[3] == 0
+    near = replace(kernel, window=window)
+    assert near.count(call(segments)) == count_tiles(segments, tile_rows, window)[:2]
+    assert near.count_shard((call(segments),))[3] == 0
     assert kernel.time(2, *counts, paid) == kernel.time(2, *counts) + heads * 0.5 * paid
 
 
@@ -67,6 +73,27 @@ def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_product
     backward = profile.kernels(head_size=128)[1]
     assert (backward.launch, backward.tile, backward.query_tile, backward.hidden) == (2.5, 10.0, 15.0, 20.0)
     assert replace(profile, attention_backward=3.0).kernels()[1].tile == 6.0
+    own = KernelTimes(launch=5.0, tile=6.0, query_tile=7.0, hidden=8.0)
+    given = replace(profile, backward=own, fp8=(own, forward))
+    of_forward, of_own = (
+        KernelModel(tile_rows=128, heads=3, kv_chunks=4, **asdict(each.scaled(2.0)) | {"launch": each.launch})
+        for each in (forward, own)
+    )
+    assert given.kernels(heads=3, head_size=128, kv_chunks=4) == (of_forward, of_own)
+    assert given.kernels(heads=3, head_size=128, kv_chunks=4, fp8=True) == (of_own, of_forward)
+
+
+def test_a_product_by_hand():
+    """Of 40 x 30 outputs and half a wave, at twice the rate; operands of 70 x 20 values are quantized."""
+    profile = replace(load_profile("h100-fa2"), wave_outputs=1000.0, kernel_us=5.0, assumed_tflops=100.0)
+    assert profile.product(40, 30, 20) == pytest.approx(5 + 2 * (1200 + 500) * 20 / 100e6)
+    quantized = 3 * 70 * 20 / 2700e3
+    assert profile.product(40, 30, 20, 2.0, 3.0) == pytest.approx(5 + 2 * 1700 * 20 / 200e6 + quantized)
+    with pytest.raises(ValueError, match="memory_gib is 0.0; it must be"):
+        replace(profile, memory_gib=0.0)
+    alike = KernelTimes(launch=1.0, tile=2.0, query_tile=1.0)
+    assert replace(profile, forward=alike, backward=alike, linear_tflops=(1.0, 2.0)).rates == (1.0, 2.0)
+    assert profile.rates == (100.0, 100.0)
 
 
 def test_a_profile_says_where_it_differs_from_a_run():

@@ -50,7 +50,7 @@ def test_a_made_up_kind_is_planned_by_its_file_alone():
     sizes = {"num_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 11008, "swiglu": True}
     flags = {"experimental_attention_variant": "retention", "linear_attention_freq": 2}
     model = model_of(MegatronArguments.of(sizes | flags))
-    assert model.layer_kinds == "R*R*" and model.mixer_of("R") == RETENTION
+    assert model.layer_kinds == list("R*R*") and model.mixer_of("R") == RETENTION
     assert model.token_weights == model.layer_weights + RETENTION.scan // 2 + model.vocabulary_weights // 4
     given = job(model=model, cp=2, tp=2)
     assert layer_bytes(given, "R") > 2 * layer_input_bytes(given) + 2 * (RETENTION.kept + RETENTION.inner) / 2

@@ -5,6 +5,7 @@ Of verl and ms-swift the released file is loaded, without the packages that it i
     .venv/bin/python -m pip install --no-deps --target .venv/loops --requirement requirements/loops.txt
 """
 
+import inspect
 import sys
 from argparse import Namespace
 from itertools import chain
@@ -17,7 +18,7 @@ import torch
 
 from megatron_wlb import balance
 from megatron_wlb.loops import ms_swift, nemo_rl, patch, slime, verl
-from megatron_wlb.plan.closed import divide
+from megatron_wlb.plan.closed import divide, equal_shares
 from tests.jobs import job
 from tests.worlds import run_world
 
@@ -233,25 +234,25 @@ def test_an_engine_of_verl_trains_every_sequence_as_without(engine, layout, grou
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
-# slime, NeMo-RL: their functions' parameters -------------------------------------------------------------------------
+# All of them: their functions' parameters -------------------------------------------------------------------------
 
 
 def their_schedule(args, train_parallel_config, total_lengths, *, global_batch_size, rollout_indices):
     return "theirs"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"dp": 8, "cp": 2, "ep": 8}], ids=str)
 def test_every_sample_of_slime_runs_in_its_step(layout, monkeypatch):
     loop = module(monkeypatch, "slime.utils.dp_schedule", build_dp_schedule=their_schedule)
     user = module(monkeypatch, "slime.ray.rollout", build_dp_schedule=their_schedule)
-    on = job_on(**layout)
+    on, others = job_on(**layout), ("cp", "vpp", "group_size")  # which slime knows itself
     limit = LONGEST * on.parallel.cp
     lengths = [limit, *drawn(95)]
     config = {"dp_size": 4, "cp_size": on.parallel.cp, "vpp_size": on.parallel.vpp}
-    config["microbatch_group_size_per_vp_stage"] = on.parallel.pp
+    config["microbatch_group_size_per_vp_stage"] = group = 3
     given = {"global_batch_size": 20, "rollout_indices": [i // 2 for i in range(96)]}
     args = Namespace(max_tokens_per_gpu=LONGEST, use_dynamic_batch_size=True)
-    with slime.balanced(on):
+    with slime.balanced(job_on(**{name: size for name, size in layout.items() if name not in others})):
         assert loop.build_dp_schedule is user.build_dp_schedule is not their_schedule
         ranks, places, counts, sizes = user.build_dp_schedule(args, config, lengths, **given)
         with pytest.raises(ValueError, match="use_dynamic_batch_size is off"):
@@ -262,11 +263,108 @@ def test_every_sample_of_slime_runs_in_its_step(layout, monkeypatch):
             user.build_dp_schedule(args, config, lengths, **given | {"global_batch_size": 1})
     assert loop.build_dp_schedule is user.build_dp_schedule is their_schedule
     assert sizes == [20, 20] and sorted(chain.from_iterable(ranks)) == list(range(80))  # it drops what is left over
-    for rank, mine in zip(ranks, places, strict=True):
-        assert list(chain.from_iterable(mine)) == list(range(len(rank))) and len(mine) == sum(counts)
-        assert {rank[i] < 40 for rows in mine[: counts[0]] for i in rows} == {True}
-        assert max(sum(lengths[rank[i]] for i in rows) for rows in mine) <= limit
-    assert on.parallel.vpp == 1 or not any(count % on.parallel.pp for count in counts)
+    planned = [divide(lengths[i : i + 40], patch.sized(on, limit, dp=4, group_size=group)) for i in (0, 40)]
+    assert counts == [len(step[0]) for step in planned]
+    for rank, mine, first, second in zip(ranks, places, *planned, strict=True):
+        assert list(chain.from_iterable(mine)) == list(range(len(rank)))
+        assert [[rank[i] for i in rows] for rows in mine] == first + [[40 + i for i in rows] for rows in second]
+
+
+def their_partitions(seqlen_list, k_partitions, equal_size):
+    return "theirs"
+
+
+def their_micro_batches(
+    batch,
+    max_token_len,
+    dp_group=None,
+    num_batches_divided_by=None,
+    same_micro_num_in_dp=True,
+    min_num_micro_batch=None,
+    use_dynamic_bsz_balance=True,
+    force_group_size=1,
+):
+    """As verl's, takes more until they fit; returns others of its arguments, too."""
+    lengths, count = batch["lengths"], min_num_micro_batch or 1
+    weights = [verl.LINEAR * n + n * n for n in lengths]
+    told = (use_dynamic_bsz_balance, same_micro_num_in_dp, force_group_size)
+    if force_group_size > 1:
+        return count, told
+    while (rows := sys.modules[verl.MODULE].get_seqlen_balanced_partitions(weights, count, False)) == "theirs":
+        count += num_batches_divided_by or 1
+        if count > len(lengths):
+            raise ValueError("theirs")
+    return rows, told
+
+
+@pytest.fixture
+def verl_alone(monkeypatch):
+    functions = {"get_seqlen_balanced_partitions": their_partitions, "rearrange_micro_batches": their_micro_batches}
+    return module(monkeypatch, verl.MODULE, **functions, calculate_workload=lambda d: verl.LINEAR * d + d * d)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"dp": 4, "ep": 4}], ids=str)
+def test_verl_is_told_the_micro_batches_of_the_plan(layout, nested, verl_alone):
+    """Of a rank alone, at least as many as it asks for, and none once they are divided."""
+    lengths, on = drawn(96), job_on(**layout)
+    batch, planned = batch_of(lengths, nested) | {"lengths": lengths}, patch.sized(on, 8192, dp=1, ep=1)
+    wanted = divide(lengths, planned)[0]
+    with verl.balanced(on):
+        loop = verl_alone.rearrange_micro_batches
+        assert loop(batch, 8192, same_micro_num_in_dp=False) == (wanted, (False, False, 1))
+        for least, group, count in ((None, 8, len(wanted)), (len(wanted) + 8, None, len(wanted) + 8)):
+            rows, _ = loop(batch, 8192, None, group, min_num_micro_batch=least)
+            assert rows == divide(lengths, planned, num_micro_batches=count)[0]
+        assert loop(batch, 8192, force_group_size=2, min_num_micro_batch=7) == (7, (True, True, 2))
+        with pytest.raises(ValueError, match="sequences of [0-9]+ to 4096 tokens"):
+            loop(batch, 4000)
+        assert verl_alone.get_seqlen_balanced_partitions([verl.LINEAR + 1] * 8, 4, False) == "theirs"
+
+
+def test_verl_grows_counts_by_groups_until_they_fit(verl_alone):
+    """Seven sequences make no more than three groups of two, of which each has one or two."""
+    with verl.balanced(job_on(pp=2)):
+        for length, limit, group, count in ((3000, 8192, 2, 6), (3000, 8192, 3, 6), (3000, 8192, None, 7)):
+            batch = batch_of([length] * 7) | {"lengths": [length] * 7}
+            assert len(verl_alone.rearrange_micro_batches(batch, limit, None, group)[0]) == count
+    with verl.balanced(job_on()):
+        lengths = [5000, 5000, 5000, 3100, 3100, 3100, 100]
+        rows, _ = verl_alone.rearrange_micro_batches(batch_of(lengths) | {"lengths": lengths}, 8192)
+        assert len(rows) == 4 and max(sum(lengths[i] for i in each) for each in rows) <= 8192
+        with pytest.raises(ValueError, match="theirs"):
+            verl_alone.rearrange_micro_batches(batch_of([5000] * 7) | {"lengths": [5000] * 7}, 8192, None, 4)
+        assert verl_alone.get_seqlen_balanced_partitions([verl.LINEAR + 1] * 8, 4, False) == "theirs"
+
+
+def test_verl_is_told_equal_shares_where_ranks_have_equally_many(verl_alone):
+    lengths, on = np.array(drawn(96)), job_on(pp=4)
+    weights = [verl_alone.calculate_workload(length) for length in lengths.tolist()]
+    with verl.balanced(on):
+        shares = verl_alone.get_seqlen_balanced_partitions(weights, 8, True)
+        assert shares == [sorted(rows.tolist()) for rows in equal_shares(on.work(lengths), 8)]
+        assert shares != [rows.tolist() for rows in equal_shares(on.work(lengths), 8)]
+        assert verl_alone.get_seqlen_balanced_partitions(weights, 5, True) == "theirs"
+        assert verl_alone.get_seqlen_balanced_partitions(weights, 8, False) == "theirs"
+
+
+def their_groups(sequences, packing_length, is_finished=True, strategy="binpack"):
+    return [sequences, packing_length, is_finished], strategy
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"dp": 4, "ep": 4}], ids=str)
+def test_ms_swift_is_told_packs_of_the_plan_the_fullest_first(layout, monkeypatch):
+    loop = module(monkeypatch, "swift.dataset.packing", calculate_matched_group=their_groups)
+    items, on = [(10 + i, length) for i, length in enumerate(drawn(96))], job_on(**layout)
+    one = {"dp": 1, "pp": 1, "vpp": 1, "ep": 1, "group_size": None}
+    found = divide([length for _, length in items], patch.sized(on, 8192, **one))[0]
+    packs = sorted(([items[i] for i in rows] for rows in found), key=lambda pack: -sum(n for _, n in pack))
+    assert len(packs) > 1 and packs != [[items[i] for i in rows] for rows in found]
+    with ms_swift.balanced(on):
+        assert loop.calculate_matched_group(items, 8192) == (packs, [])
+        assert loop.calculate_matched_group(items, 8192, False) == (packs[:-1], packs[-1])
+        assert loop.calculate_matched_group([], 8192) == ([[], 8192, True], "binpack")
+        assert loop.calculate_matched_group(items, 8192, False, "sequential") == ([items, 8192, False], "sequential")
 
 
 class SequencePacker:
@@ -281,20 +379,20 @@ def their_packer(algorithm, bin_capacity, collect_metrics=False, min_bin_count=N
     return "theirs"
 
 
+@pytest.mark.parametrize("multiple", [4, None])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_bins_of_nemo_rl_are_dealt_to_the_ranks_of_the_plan(layout, monkeypatch):
+def test_bins_of_nemo_rl_are_dealt_to_the_ranks_of_the_plan(layout, multiple, monkeypatch):
     module(monkeypatch, nemo_rl.MODULE, SequencePacker=SequencePacker, get_packer=their_packer)
     user = module(monkeypatch, "nemo_rl.distributed.batched_data_dict", get_packer=their_packer)
     on, lengths = job_on(**layout), drawn(96)
     with nemo_rl.balanced(on):
-        packer = user.get_packer(
-            algorithm="first_fit_shuffle", bin_capacity=8192, min_bin_count=4, bin_count_multiple=4
-        )
+        packer = user.get_packer("first_fit_shuffle", 8192, min_bin_count=4, bin_count_multiple=multiple)
         bins = packer.pack(lengths)
     assert user.get_packer is their_packer
-    planned = patch.sized(on, 8192, dp=4)
-    for rank in range(4):
-        assert bins[rank::4] == [
+    dp = multiple or 1
+    planned = patch.sized(on, 8192, dp=dp)
+    for rank in range(dp):
+        assert bins[rank::dp] == [
             m.documents["document"].tolist() for m in balance(lengths, planned, rank).micro_batches
         ]
 
@@ -400,10 +498,13 @@ def test_verl_is_left_whole_where_one_function_is_another(monkeypatch):
 
 def test_modules_that_imported_it_while_it_was_replaced_get_it_back(monkeypatch):
     loop = module(monkeypatch, "slime.utils.dp_schedule", build_dp_schedule=their_schedule)
+    other = module(monkeypatch, "others", build_dp_schedule=their_packer)
     undo = slime.balanced(job_on())
+    assert inspect.signature(loop.build_dp_schedule) == inspect.signature(their_schedule)
     late = module(monkeypatch, "slime.late", build_dp_schedule=loop.build_dp_schedule)
     undo.close()
     assert late.build_dp_schedule is loop.build_dp_schedule is their_schedule
+    assert other.build_dp_schedule is their_packer
 
 
 def test_two_hundred_thousand_sequences_are_divided():

@@ -1,6 +1,8 @@
 """Packing policies: worked by hand, and what no policy may ever do to a document; flags and a policy of one's own."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.fixed import FixedPacking
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.model import MODELS
-from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, policy_of
+from megatron_wlb.packing import DEFAULT_POLICY, DIFFERS, POLICIES, REFUSED, policy_of
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.megatron import MegatronPacking, without_wlb
 from megatron_wlb.packing.paper import BACKLOG_STEPS, LATE_STEPS, PaperPacking, assign
@@ -141,6 +143,44 @@ def test_megatron_alone_has_nothing_of_ours():
     assert without_wlb(job(num_micro_batches=5, pp=4, vpp=2, group_size=5)).parallel.group_size == 5
 
 
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"save": "msc://x"}, True),
+        ({"load": "msc://x"}, True),
+        ({"save": "x", "load": "y"}, False),
+        ({"phase_transition_iterations": [5]}, True),
+        ({}, False),
+    ],
+)
+def test_what_a_delay_cannot_serve_is_served_without_one(given, refused):
+    for name, policy in (("adaptive", False), ("paper", True), ("adaptive:20", True)):
+        a = SimpleNamespace(
+            **{"save": None, "load": None, "phase_transition_iterations": None} | given, wlb_packing=name
+        )
+        assert any(refuses(a) for refuses in REFUSED.values()) == (refused and policy)
+        assert [text.format(a=a) for text, differs in DIFFERS.items() if differs(a)] == [
+            f"--wlb-packing {name} trains documents in other steps"
+        ] * policy
+
+
+def test_the_most_tokens_of_a_step():
+    """With a delay 7 % more than windows hold, or what is paid back and half a filler document, an eighth of a mean."""
+    delay = AdaptivePacking(max_delay_steps=20)
+    assert [delay.most_step_tokens(job(num_micro_batches=n)) for n in (1, 4)] == [
+        math.ceil(64 * (1 + 0.0125 + 1 / 16)), math.ceil(4 * 64 * 1.07)
+    ]  # fmt: skip
+    assert AdaptivePacking().most_step_tokens(job()) == MegatronPacking().most_step_tokens(job()) == 4 * 64
+    assert PaperPacking().most_step_tokens(job()) is None
+
+
+def test_documents_wait_from_half_a_window_on_by_default():
+    policy = PaperPacking().policy(job(num_micro_batches=3))
+    pack(policy, documents([31, 32, 47, 48]))
+    assert waiting(policy) == {"queue0": [1, 2], "queue1": [3], "remained": []}
+    assert waiting(PaperPacking().policy(job(context_length=2))).keys() == {"queue0", "remained"}
+
+
 def test_fixed_spreads_the_last_documents():
     policy = fixed(global_batches=4)
     assert packed(pack(policy, documents([9, 4, 4, 4]), exhausted=True)) == [[0], [1]]
@@ -204,6 +244,7 @@ def test_a_policy_and_its_parameter_are_one_word():
         "megatron:3": "--wlb-packing megatron:3: megatron packing has no parameter '3'; leave it out",
         "paper:9,7": "--wlb-packing paper:9,7: give lengths of at least 1 in increasing order",
         "paper:7,7": "--wlb-packing paper:7,7: give lengths of at least 1 in increasing order",
+        "paper:0,7": "--wlb-packing paper:0,7: give lengths of at least 1 in increasing order",
         "paper:x": "--wlb-packing paper:x: 'x' must be integers, such as 32768,65536",
         "adaptive:19": "--wlb-packing adaptive:19: give a delay from 20, half of which place late documents, to",
         "adaptive:-1": "--wlb-packing adaptive:-1: give a delay from 20",

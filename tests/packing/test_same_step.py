@@ -86,6 +86,8 @@ def test_empty_micro_batches_take_the_shortest_documents_of_the_fullest():
     rows, filled = place._filled(np.arange(5), bounds, lengths)
     parts = [part.tolist() for part in np.split(rows, filled[1:-1])]
     assert [lengths[part].tolist() for part in parts] == [[9], [1], [7, 2], [5]]
+    rows, filled = place._filled(np.arange(5), np.array([0, 2, 2, 5, 5]), lengths)
+    assert [lengths[part].tolist() for part in np.split(rows, filled[1:-1])] == [[9], [2], [5, 7], [1]]
     rows, filled = place._filled(np.arange(2), np.array([0, 2, 2, 2]), lengths)
     assert rows.tolist() == [0, 1] and filled.tolist() == [0, 1, 2, 2]
 

@@ -20,8 +20,8 @@ STATE = [RUNNING.next() for _ in range(5)][-1].state
 
 @pytest.fixture
 def path(tmp_path):
-    state.save(tmp_path / "folder" / "state.json", STATE, JOB, 40, 7)
-    return tmp_path / "folder" / "state.json"
+    state.save(tmp_path / "folder" / "of a run" / "state.json", STATE, JOB, 40, 7)
+    return tmp_path / "folder" / "of a run" / "state.json"
 
 
 def test_what_is_saved_is_loaded(path):
@@ -73,6 +73,8 @@ def test_what_is_no_state_or_of_another_version_is_refused(value):
         lambda data: b"{}",
         lambda data: data.replace(b'"job":', b'"jobs":'),
         lambda data: b'{"later":1,' + data[1:],
+        lambda data: data.replace(b'"step":5', b'"step":6'),
+        lambda data: data.replace(b'"version":5', b'"version":4'),
     ],
 )
 def test_a_file_that_is_none_is_named(path, damage):

@@ -15,6 +15,7 @@ from tests.jobs import EDGES, MODEL, job
         (EVEN, [[3, 3], [3, 3]]),
         (Split(decoder_first_pipeline_num_layers=2), [[1, 1], [5, 5]]),
         (Split(decoder_last_pipeline_num_layers=4), [[4, 4], [2, 2]]),
+        (Split(decoder_last_pipeline_num_layers=0), [[4, 4], [0, 0]]),
         (Split(decoder_first_pipeline_num_layers=4, decoder_last_pipeline_num_layers=8), [[2, 2], [4, 4]]),
         (Split(account_for_embedding_in_pipeline_split=True), [[2, 3], [3, 3]]),
         (Split(account_for_loss_in_pipeline_split=True), [[3, 3], [3, 2]]),
@@ -46,6 +47,10 @@ def test_what_does_not_fit_is_refused():
         Split(pipeline_model_parallel_layout="Ett|tL").layers(4, 2, 1)
     with pytest.raises(ValueError, match=r"8 layers \(5 on stage 0, 4 on stage 1\) do not divide"):
         Split(decoder_first_pipeline_num_layers=5, decoder_last_pipeline_num_layers=4).layers(8, 2, 1)
+    with pytest.raises(ValueError, match=r"4 layers \(3 on stage 0, 3 on stage 2\) do not divide over 3 stages"):
+        Split(decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=3).layers(4, 3, 1)
+    with pytest.raises(ValueError, match="--account-for-.*-split and --pipeline-model-parallel-layout are different"):
+        Split(account_for_embedding_in_pipeline_split=True, pipeline_model_parallel_layout="EtL")
     with pytest.raises(ValueError, match=r"126 layers and 1 for the edges do not divide over 16 stages of 1 chunks"):
         Split(account_for_loss_in_pipeline_split=True).layers(126, 16, 1)
     with pytest.raises(ValueError, match=r"--decoder-last-.* and --pipeline-model-parallel-layout are different ways"):

@@ -65,6 +65,13 @@ def test_makespans_are_those_of_the_schedule(num_stages, num_chunks):
             assert alike == 5 * 3 * (num_chunks * count + num_stages - 1)
 
 
+def test_costs_of_an_interleaved_pipeline_by_hand():
+    """Three waits for the largest of eight in both chunks, in eighths; all work has what is left of a unit."""
+    schedule = Schedule(num_stages=4, num_chunks=2, micro_batches_per_rank=8, group_size=4)
+    largest = 8 * 2 * 3 * 8 // 7
+    assert cost_weights(schedule) == (8 * 2 - (largest - 8 * 3) // 8, largest, 8 * 2)
+
+
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_equal_micro_batches_cost_what_they_take(num_stages):
     """Costs are of a whole stage's forward; backward takes twice as long."""

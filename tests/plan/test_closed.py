@@ -88,6 +88,26 @@ def test_ranks_of_equally_many_sequences_are_alike():
     assert max(sums) <= 1.00001 * np.mean(sums)
 
 
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=24), st.integers(2, 4))
+def test_equal_shares_swap_as_long_as_that_brings_ranks_closer(work, ranks):
+    """By trying all pairs: of the ranks of most and of least work, those that even them out most."""
+    work = work[: len(work) // ranks * ranks] or work * ranks
+    each, held = len(work) // ranks, [[] for _ in range(ranks)]
+    for amount in sorted(work, reverse=True):
+        min((rank for rank in held if len(rank) < each), key=sum).append(amount)
+    for _ in range(closed.SWAPS * ranks):
+        most, least = max(held, key=sum), min(held, key=sum)
+        half = (sum(most) - sum(least)) // 2
+        pairs = ((a - b, i, j) for i, a in enumerate(most) for j, b in enumerate(least) if 0 < a - b <= half)
+        if (closer := max(pairs, default=None)) is None:
+            break
+        _, i, j = closer
+        most[i], least[j] = least[j], most[i]
+    parts = closed.equal_shares(np.array(work), ranks)
+    assert sorted(np.concatenate(parts)) == list(range(len(work))) and {len(part) for part in parts} == {each}
+    assert sorted(sum(work[i] for i in part) for part in parts) == sorted(map(sum, held))
+
+
 @given(lengths, st.integers(1, 4), layouts, st.booleans())
 def test_divided_are_the_sequences_of_the_plan(lengths, dp, stages, equal):
     lengths = lengths[: len(lengths) // dp * dp] or lengths * dp if equal else lengths
@@ -158,7 +178,8 @@ def test_sequences_that_do_not_fit_take_few_attempts(monkeypatch):
         lambda documents, job, count, equal: tried.append(count) or best_with(documents, job, count, equal),
     )
     drawn, rng = 4000, np.random.default_rng(0)
-    for lengths in (rng.integers(1, 60, drawn), np.full(drawn, 40), rng.integers(33, 60, drawn), np.full(drawn, 64)):
+    alike = [np.full(drawn, length) for length in (34, 40, 64)]
+    for lengths in (rng.integers(1, 60, drawn), rng.integers(33, 60, drawn), *alike):
         tried.clear()
         plan = balance(lengths, job(dp=2, context_length=64))
         assert len(tried) < 120 and all(len(each.documents) for each in plan.micro_batches)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_wlb.describe import alternatives
 from megatron_wlb.describe.alternatives import recomputed
 from megatron_wlb.describe.flags import PlanSettings
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
@@ -121,11 +122,11 @@ def test_the_least_longest_micro_batch_is_tried_beside_the_default():
     assert {each.job.max_tokens for each in given.values()} == {2 * WINDOW}
 
 
-def test_recomputation_that_is_fastest_within_memory():
+def test_recomputation_that_is_fastest_within_memory(monkeypatch):
     """Little memory: all of a virtual stage; more: MLPs; enough: nothing, and no other way is tried then."""
     sizes = {"context_length": WINDOW, "global_batch_size": 16, "packing": AdaptivePacking(), "pp": 4, "vpp": 2}
     free = job(**sizes)
-    needs = {way: max(peak_bytes(replace(free, recompute=way), stage) for stage in range(4)) for way in ways(free)}
+    needs = {way: peak_bytes(replace(free, recompute=way)) for way in ways(free)}
     nothing, mlp, whole = ways(free)
     assert (nothing.flags, mlp.modules, whole.method) == ("", ("mlp",), "block")
     assert needs[nothing] > needs[mlp] > needs[whole]
@@ -140,6 +141,12 @@ def test_recomputation_that_is_fastest_within_memory():
     assert tried(needs[whole]) == [whole]
     assert tried(needs[mlp])[0] in (nothing, mlp) and whole not in tried(needs[mlp])
     assert tried(needs[whole] / 100) == []
+    # The fastest comes first, whatever is tried before.
+    monkeypatch.setattr(alternatives, "worth_trying", lambda *given: [whole, nothing])
+    other = replace(free, recompute=whole, crossover_tokens=2 * free.crossover_tokens)
+    found = recomputed(free, lambda recompute, **given: other if recompute == whole else free, DATA, 2 * needs[nothing])
+    assert [each for each, _ in found] == [free, other]
+    assert [time for _, time in found] == [time_per_work(each, free, DATA, 0) for each, _ in found]
 
 
 def test_times_per_work_are_of_all_ranks():

@@ -24,6 +24,22 @@ def test_tokens_are_those_of_their_place():
     assert all(0.01 < np.mean(whole == other) < 0.03 for other in (*others, np.roll(whole, 1)))
 
 
+def test_tokens_are_of_splitmix64_by_seed_document_and_place():
+    """In Python's integers, as Steele, Lea and Flood have it; tokens from EOD on are one higher."""
+
+    def token(seed, document, place):
+        golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+        x = (seed * golden + document * 0xD1B54A32D192ED03 + place) * golden & mask
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        drawn = (x ^ x >> 31) % 49
+        return drawn + (drawn >= 7)
+
+    for seed, document in ((3, 0), (4, 5)):
+        expected = [token(seed, document, place) for place in range(2, 14)]
+        assert mock(seed).get(document, 2, 12).tolist() == expected
+
+
 def test_a_document_ends_with_its_only_eod():
     documents = mock(vocabulary=8)
     for number in range(20):

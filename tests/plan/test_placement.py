@@ -91,6 +91,7 @@ def test_ranks_of_too_many_tokens_are_dealt_by_tokens():
         ([160, 120, 50, 32, 13, 9], [[0, 3, 4], [1, 2, 5]]),
     ):
         assert place(work, given, tokens=np.array(tokens)).tolist() == rows
+    assert place(work[::-1], given, tokens=np.array([12, 14, 31, 49, 121, 160])).tolist() == [[1, 2, 5], [0, 3, 4]]
 
 
 @given(
@@ -104,7 +105,7 @@ def test_ranks_that_divide_experts_wait_the_least(groups, beside, rounds, pp, da
     given = job_of(work, dp, pp, ep=beside)
     rows = both(place, work, given, experts)
     assert sorted(rows.ravel()) == list(range(len(work)))
-    critical = critical_work(work[rows], experts[rows], given)
+    critical = critical_work(work[rows], experts[rows], beside)
     for rank in range(dp):
         first = rank // beside * beside
         group = rows[first : first + beside]
@@ -126,11 +127,11 @@ def test_slots_are_alike_where_ranks_divide_experts():
     apart = place(work, dense, experts)
     assert apart.tolist() == [[0, 3], [1, 2]]
     shared = job_of(work, 2, 4, ep=2)
-    assert critical_work(work[apart], experts[apart], shared).tolist() == [[15, 15]] * 2
+    assert critical_work(work[apart], experts[apart], 2).tolist() == [[15, 15]] * 2
     together = place(work, shared, experts)
     assert together.tolist() == [[0, 1], [2, 3]]
-    assert critical_work(work[together], experts[together], shared).tolist() == [[11, 11]] * 2
-    assert (critical_work(work[apart], experts[apart], dense) == work[apart]).all()
+    assert critical_work(work[together], experts[together], 2).tolist() == [[11, 11]] * 2
+    assert (critical_work(work[apart], experts[apart], 1) == work[apart]).all()
 
 
 @pytest.mark.parametrize("changes", [{"reorder": False}, {"packing": MegatronPacking()}])
@@ -179,12 +180,16 @@ def test_order_is_the_best_of_few_and_close_to_it_of_many(pp, vpp):
         ([1, 1, 6, 3, 2, 7, 8], 4, 134, 131),
         ([7, 9, 1, 2, 4, 6, 7], 4, 158, 156),
         ([8, 7, 1, 4, 8, 5, 1], 2, 115, 113),
+        ([2, 7, 9, 1, 4, 6, 1], 2, 104, 103),  # by no swap alone
+        ([8, 1, 4, 3, 9, 6, 9], 2, 133, 132),  # by no move alone
+        ([1, 7, 8, 5, 2, 2, 4, 7], 2, 119, 118),  # in no first round
+        ([2, 1, 9, 8, 2, 7, 5, 7], 2, 136, 136),  # with five or seven that go up
     ],
 )
 def test_swaps_and_moves_find_the_best_order_where_shapes_do_not(work, pp, shapes, best):
-    """Of seven, which are over `EXHAUSTIVE`."""
+    """Of seven and more, which are over `EXHAUSTIVE`."""
     work, given = np.array(work), job_of(work, pp=pp)
-    assert ending(work, list(itertools.permutations(range(7))), given).min() == best
+    assert ending(work, list(itertools.permutations(range(len(work)))), given).min() == best
     assert ending(work, order(work, given), given) == best
     with patch.object(plan_placement, "MOST_MOVED", 6):
         assert ending(work, order(work, given), given) == shapes

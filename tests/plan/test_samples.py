@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_wlb.plan.samples import Rows, Samples, Windows, windows
+from megatron_wlb.plan.samples import Rows, Samples, Windows, blended, windows
 from tests.jobs import samples
 
 LENGTHS = st.lists(st.integers(0, 3) | st.integers(0, 40), min_size=1, max_size=12)
@@ -175,6 +175,12 @@ def test_samples_are_those_of_their_parts_one_by_one(data, order):
         with pytest.raises(ValueError, match=ends.format(5, len(made) + 1, len(made))):
             made.documents(5, len(made) + 1)
     assert len(made.documents(3, 3)) == 0
+
+
+def test_a_blend_draws_from_the_dataset_that_is_furthest_behind():
+    """Of weights of 1, 5 and 2: by what a dataset should have so far less what it has; the first of a tie."""
+    which, number = blended([None] * 3, (1, 5, 2), 8)
+    assert which.tolist() == [1, 2, 0, 1, 1, 2, 1, 1] and number.tolist() == [0, 0, 0, 1, 2, 1, 3, 4]
 
 
 def test_other_seeds_give_other_orders():

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from megatron_wlb import Planner, plan_step
-from megatron_wlb.documents import document_work
+from megatron_wlb.documents import PackedBatch, document_work
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.adaptive import AdaptivePacking, arranged
 from megatron_wlb.plan import placement
+from megatron_wlb.plan.metrics import original_work
 from megatron_wlb.plan.packer import PackedStep
-from megatron_wlb.plan.step import PLAN_AHEAD, packing_gain, plan_packed, shard_step, step_cost
+from megatron_wlb.plan.step import PLAN_AHEAD, digest_of, packing_gain, plan_packed, shard_step, step_cost
 from megatron_wlb.sharding import select
 from tests.jobs import MODEL, job, packer, samples
 from tests.packing.steps import documents
@@ -48,13 +49,16 @@ def test_a_plan_is_packed_placed_and_sharded(packing, experts):
         for plan in plans:
             np.testing.assert_array_equal(plan.batch.documents, batch.documents)
             np.testing.assert_array_equal(plan.work, batch.sums(document_work(lengths, 32)))
+            np.testing.assert_array_equal(plan.original_work, original_work(packed.drawn, described))
             assert (plan.step, plan.tokens, plan.packed.state) == (packed.step, lengths.sum(), packed.state)
             assert all(m.padded_tokens % described.unit_tokens == 0 for m in plan.micro_batches)
         of_ranks = [[m.documents for m in plan.micro_batches] for plan in plans]
         assert sorted(i for m in chain(*of_ranks) for i in m["index"]) == sorted(batch.documents["index"])
         work = np.array([[document_work(m["length"], 32).sum() for m in rank] for rank in of_ranks])
         tokens = np.array([[m["length"].sum() for m in rank] for rank in of_ranks])
-        critical = placement.critical_work(work, tokens * described.pooled_crossover_tokens, described)
+        critical = placement.critical_work(
+            work, tokens * described.pooled_crossover_tokens, described.parallel.pooling_ranks
+        )
         assert all(placement.order(each, described).tolist() == [0, 1, 2, 3] for each in critical), (
             "the best comes first"
         )
@@ -108,6 +112,18 @@ def test_packing_gains_nothing_over_itself_and_where_documents_are_alike(layout)
     assert packing_gain(arranged(alike, ours), alike, ours) == 1
 
 
+def test_windows_that_run_at_once_are_sharded_each_by_itself():
+    described = job(cp=2, num_micro_batches=4, packing=POLICIES["megatron"]())
+    lengths = [np.array(each) for each in ([40, 24], [64], [8, 8, 48], [60, 4])]
+    ((first, second, *_),), ((pair, other),) = (shard_step(described, lengths, size=size) for size in (1, 2))
+    assert (pair.lengths.tolist(), other.lengths.tolist()) == ([40, 24, 64], [8, 8, 48, 60, 4])
+    for joined, *alone in zip(pair.shards, first.shards, second.shards, strict=True):
+        for call, one, behind in zip(joined.calls, *(shard.calls for shard in alone), strict=True):
+            assert call.tolist() == [*one.tolist(), *((2 + d, start, stop) for d, start, stop in behind.tolist())]
+    with pytest.raises(ValueError, match="--micro-batch-size 3 does not divide the 4 windows of a data-parallel rank"):
+        shard_step(described, lengths, size=3)
+
+
 def test_a_plan_and_its_shards_print():
     described = job(dp=2, cp=2, cp_sharding="per-document")
     plan = plan_step(packer(described, [64, 40, 24, 30, 34, 10, 54, 1], seed=None), described)
@@ -131,6 +147,9 @@ def test_a_planner_plans_ahead_and_keeps_steps_until_they_are_released():
     expected = [plan_step(other, job()).digest for _ in range(9)]
     assert [running.get(step).digest for step in (0, 1, 2, 1, 0)] == [expected[step] for step in (0, 1, 2, 1, 0)]
     running.get(8)
+    waited = running.wait_seconds
+    running.get(0)
+    assert running.wait_seconds > waited > 0 and running._wanted == 8
     running.close()
     assert running._next <= 8 + PLAN_AHEAD + 1
     running.release(5)
@@ -237,6 +256,31 @@ def test_a_planner_that_is_stuck_ends_the_run_with_its_stack(monkeypatch):
     fails(running, 1, "step 1 was not planned in 0 s; .*stuck here:.*in never_ready")
     running.close()  # without waiting for it
     go_on.set()
+
+
+def test_what_ranks_must_agree_on_is_in_the_digest_of_all():
+    """The step, the job, which documents it has, in which micro-batches and on which ranks; of no rank alone."""
+    described, rows = job(num_micro_batches=4, dp=2), documents([60, 40, 30, 9])
+    batch = PackedBatch(documents=rows, bounds=np.arange(5), ranks=np.array([[0, 1], [2, 3]]))
+    packed = PackedStep(step=0, batch=batch, drawn=rows, first=0, position={}, waiting={})
+    other = rows.copy()
+    other["offset"][0] = 7
+
+    def plan(packed=packed, job=described, rank=0, **changes):
+        return plan_packed(replace(packed, batch=replace(batch, **changes)), job, rank)
+
+    before = plan()
+    assert plan(rank=1).digest == before.digest and 1 << 48 < before.digest < 1 << 63
+    for changed, name in (
+        (plan(replace(packed, step=1)), "flags"),
+        (plan(job=described.sharded(cp_gradients="model")), "flags"),
+        (plan(documents=other), "documents"),
+        (plan(bounds=np.array([0, 0, 2, 3, 4])), "documents"),
+        (plan(ranks=np.array([[0, 3], [1, 2]])), "placement"),
+    ):
+        assert [part for part, digest in changed.digests.items() if digest != before.digests[part]] == [name]
+        assert changed.digest != before.digest
+    assert len({digest_of(np.array(each)) for each in ([1, 2], [[1, 2]], [1.0, 2.0], [2, 1])}) == 4
 
 
 def test_what_ranks_do_otherwise_is_in_their_digest(monkeypatch):

@@ -52,6 +52,10 @@ def test_a_log_sets_known_arguments_and_none_that_names_a_file_a_module_or_an_ad
 
 
 ALONE, NOBODY = "a rehearsal leaves the run's files alone", "a rehearsal has no network"
+CHANGES = """truncate(other, 0)|setxattr(other, 'user.x', b'')|rmdir(other)|chmod(other, 0o600)|chown(other, -1, -1)
+utime(other)|link(own + '/c', other + '.l')|symlink(own, other + '.l')|link(other, own + '/l')""".replace(
+    "\n", "|"
+).split("|")
 SAID = {
     "open(own + '/a/b', 'w').write('x'); os.replace(own + '/a/b', own + '/c'); open(other).read()": "",
     "shutil.rmtree(own + '/a'); os.mkdir('b', dir_fd=os.open(own, os.O_RDONLY))": "",
@@ -62,11 +66,13 @@ SAID = {
     "os.mkdir(other + '.d')": ALONE,
     "os.replace(own + '/c', other)": ALONE,
     "os.remove(other)": ALONE,
-    "os.truncate(other, 0)": ALONE,
-    "os.symlink(own, other + '.l')": ALONE,
+    **dict.fromkeys((f"os.{call}" for call in CHANGES), ALONE),
     "socket.create_connection(('localhost', 9))": NOBODY,
     "socket.socket().bind(('127.0.0.1', 0))": NOBODY,
+    "socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('127.0.0.1', 9))": NOBODY,
+    "socket.socket(type=socket.SOCK_DGRAM).sendmsg([b''], [], 0, ('127.0.0.1', 9))": NOBODY,
     "socket.getaddrinfo('example.invalid', 80)": NOBODY,
+    "socket.gethostbyname('example.invalid')": NOBODY,
 }
 
 

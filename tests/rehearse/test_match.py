@@ -1,10 +1,11 @@
 """NCCL calls of ranks that match, and planted faults in them."""
 
+import numpy as np
 import pytest
 
 from megatron_rehearsal import match as matching
 from megatron_rehearsal.match import MAKING, Call
-from megatron_rehearsal.record import Kind
+from megatron_rehearsal.record import RECORD, Kind
 from megatron_rehearsal.run import chosen
 from megatron_wlb.job import Parallel
 
@@ -143,3 +144,71 @@ def test_stages_may_be_numbered_before_data_parallel_ranks():
     assert chosen(job, every=False) == [0, 2, 8, 10] and chosen(job, every=True) == [*range(12)]
     assert [job.rank(stage, 1, 0, 1) for stage in (0, 1)] == [5, 7] and job.stage_stride == 2
     assert chosen(Parallel(tp=2, pp=2, dp=3), every=False) == [0, 4, 6, 10]
+
+
+LINES = [["a.py:1", "step 0"], ["b.py:2", "step 0, forward 0"]]
+RECORDS = [
+    # kind, where, stream, object, amount, type, peer
+    (Kind.COMMUNICATOR, 0, 0, 5, 0, 2, 0),
+    (Kind.COPY_TO_HOST, 0, 3, 0, 4, 0, 0),
+    (Kind.KERNEL, -1, 3, 0, 2, 0, 0),
+    (Kind.GROUP_BEGIN, 0, 0, 0, 0, 0, 0),
+    (Kind.GROUP_BEGIN, 0, 0, 0, 0, 0, 0),
+    (Kind.SEND, 1, 3, 6, 8, 7, 1),
+    (Kind.GROUP_END, 0, 0, 0, 0, 0, 0),
+    (Kind.RECEIVE, 0, 4, 5, 9, 9, 0),
+    (Kind.GROUP_END, 0, 0, 0, 0, 0, 0),
+    (Kind.REDUCE, 1, 3, 5, 8, 7, 1),
+    (Kind.RECORD, 0, 3, 11, 0, 0, 0),
+    (Kind.MARK, 0, 0, 0, 0, 0, 0),
+    (Kind.WAIT, 0, 4, 11, 0, 0, 0),
+    (Kind.SYNC_STREAM, 1, 4, 0, 0, 0, 0),
+]
+
+
+def test_a_program_has_what_a_host_does_in_its_order():
+    """Calls of a group are one item, with values that ranks must agree on: of a transfer no peer, else the root."""
+    result = {"rank": 2, "lines": LINES, "communicators": {"5": ["x", [2, 4]], "6": ["y", [7, 9]]}}
+    x, y, (a, b) = ("x", (2, 4)), ("y", (7, 9)), map(tuple, LINES)
+    moves = [Call(2, Kind.SEND, y, (8, 7, 0), 9, b), Call(2, Kind.RECEIVE, x, (9, 9, 0), 2, a)]
+    assert matching.program(result, np.array(RECORDS, RECORD)) == [
+        (Kind.COMMUNICATOR, MAKING, 0, [Call(2, Kind.COMMUNICATOR, x, (0, 2, 0), -1, a)]),
+        (Kind.SYNC_STREAM, MAKING, 0, []),
+        (Kind.KERNEL, 3, 0, []),
+        (Kind.ALL_REDUCE, 4, 0, moves),
+        (Kind.ALL_REDUCE, 3, 0, [Call(2, Kind.REDUCE, x, (8, 7, 1), -1, b)]),
+        (Kind.RECORD, 3, 11, []),
+        (Kind.WAIT, 4, 11, []),
+        (Kind.SYNC_STREAM, 4, 0, []),
+    ]
+
+
+def test_who_waits_is_told_with_all_that_wait_behind():
+    gathers = [run(1, call(0, Kind.ALL_GATHER, count=16)), (Kind.SYNC_STREAM, 1, 0, []), (Kind.KERNEL, 1, 0, [])]
+    idle = [(Kind.KERNEL, 1, 0, [])]
+    behind = [run(1, call(1, Kind.ALL_GATHER, OTHER)), (Kind.SYNC_STREAM, 1, 0, [])]
+    assert match([gathers, idle], True) == [
+        "rank 0 all_gather of 16 values at a.py:1 (step 1, backward 2) waits for ever"
+    ]
+    waits = [(Kind.RECORD, 1, 5, []), (Kind.SYNC_EVENT, 0, 5, []), (Kind.KERNEL, 1, 0, [])]
+    two_streams = [run(1, call(0, Kind.ALL_GATHER)), run(2, call(0, Kind.ALL_GATHER)), *waits]
+    assert [said.split(" at ")[0] for said in match([two_streams, behind], True)] == [
+        "rank 0 all_gather of 8 values",
+        "rank 1 all_gather of 8 values",
+    ]
+    third = ("2//cuda//0", (0, 1, 2))
+    three = [[run(1, call(rank, Kind.ALL_GATHER, third)), (Kind.SYNC_STREAM, 1, 0, [])] for rank in (0, 1)]
+    other = [run(1, call(2, Kind.ALL_GATHER, ("3//cuda//0", (1, 2)))), run(1, call(2, Kind.ALL_GATHER, third))]
+    assert [said.split(" at ")[0] for said in match([*three, other], True)][2:] == ["rank 2 all_gather of 8 values"]
+
+
+def test_of_three_ranks_the_odd_one_is_named():
+    three = ("2//cuda//0", (0, 1, 2))
+    for odd in range(3):
+        counts = [9 if rank == odd else 8 for rank in range(3)]
+        (said,) = match([[run(1, call(r, Kind.ALL_GATHER, three, count=n))] for r, n in enumerate(counts)], True)
+        assert said.startswith(f"rank {odd} all_gather of 9 values at a.py:1")
+        assert f" meets rank {0 if odd else 1} all_gather of 8 " in said
+    kinds = (Kind.ALL_GATHER, Kind.ALL_GATHER, Kind.ALL_REDUCE)
+    (said,) = match([[run(1, call(r, kind, three))] for r, kind in enumerate(kinds)], True)
+    assert said.startswith("rank 2 all_reduce of 8 values")

@@ -88,6 +88,7 @@ class Float64:
         return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
 
     def backward(self, dout, q, k, v, out, lse, dkv, args):
+        assert lse.is_contiguous() and all(x.stride(-1) == 1 for x in (dout, q, k, v, out, dkv))
         leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
         dout, queries = dout.double(), [queries for queries, _ in _entries(args)]
         delta = (dout * out.double()).sum(-1).T

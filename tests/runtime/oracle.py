@@ -39,12 +39,12 @@ def _in_rounds(lengths: np.ndarray, cp: int) -> ShardPlan:
     return regrouped(_hybrid(lengths, cp))
 
 
-def in_shares(lengths: np.ndarray, cp: int) -> ShardPlan:
-    """Hybrid, with shared documents in shares: own keys, others in three shares.
+def in_shares(lengths: np.ndarray, cp: int, bounds: tuple[float, ...] = (0.0, 0.1, 0.5, 1.0)) -> ShardPlan:
+    """Hybrid, with shared documents in shares: own keys, others in shares with these bounds.
 
     The first is so small that some queries see no key of it.
     """
-    return regrouped(_hybrid(lengths, cp), (0.0, 0.1, 0.5, 1.0))
+    return regrouped(_hybrid(lengths, cp), bounds)
 
 
 SHARDINGS: dict[str, Callable[[np.ndarray, int], ShardPlan]] = {

@@ -26,7 +26,8 @@ BF16_GRADIENTS = {"gradients_in_fp32": False}
 
 
 def _plan(lengths, sharding, cp):
-    return (SHARDINGS | {"in shares": in_shares})[sharding](np.array(lengths, np.int64), cp)
+    in_two = {"in two shares": lambda *given: in_shares(*given, bounds=(0.0, 0.5, 1.0))}
+    return (SHARDINGS | {"in shares": in_shares} | in_two)[sharding](np.array(lengths, np.int64), cp)
 
 
 WAYS = {
@@ -60,7 +61,7 @@ def _attend(cp, way, numbers, heads, sizes, ahead, has_sink, gradients_in_fp32):
     sinks = (_sink(heads, dtype),) if has_sink else ()
     q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))
 
-    def run(options):
+    def run(options, passes=1):
         if keys_came_before:
             kv = exchange_rows(torch.cat((k, v), dim=-1), metadata, group)
             kv = side_by_side(*kv.split((k.shape[-1], v.shape[-1]), dim=-1))
@@ -69,10 +70,12 @@ def _attend(cp, way, numbers, heads, sizes, ahead, has_sink, gradients_in_fp32):
             out = context_parallel_attention(q, k, v, metadata, group, options, *sinks)
             if ahead:
                 send_ahead(out.grad_fn)
-        return out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), dout)
+        for _ in range(passes):
+            gradients = torch.autograd.grad(out, (q, k, v, *sinks), dout, retain_graph=True)
+        return out.detach(), *gradients
 
-    first, again = run(options), run(options)
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), "two runs differ"
+    first, again = run(options), run(options, passes=2)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), "two runs or passes differ"
     if not gradients_in_fp32:
         collective = all_to_all._all_to_all
 
@@ -191,8 +194,9 @@ def test_collectives_of_forward_and_backward(settings, forward, backward):
 
 
 def test_gradients_of_many_rounds_hold_up_no_keys():
-    for calls, _ in run_world(_calls, 2, LENGTHS, "in shares", {}):
-        assert {call[1:] for call in calls} == {(torch.bfloat16, True), (torch.float32, False)}
+    for sharding, beside in (("in shares", True), ("in two shares", False)):
+        for calls, _ in run_world(_calls, 2, LENGTHS, sharding, {}):
+            assert {call[1:] for call in calls} == {(torch.bfloat16, True), (torch.float32, not beside)}
 
 
 def test_a_rank_whose_documents_live_nowhere_else_takes_part():
@@ -217,7 +221,7 @@ def _summed(x):
         first = torch.arange(len(x)) - (position if window is None else position.clamp(max=window))
         right = torch.stack([x[a : b + 1].sum() for a, b in zip(first, range(len(x)), strict=True)])
         for backend in (CpuBackend, AtenBackend, TeBackend):
-            metadata = ShardMetadata.build(plan, rank, backend.encode, (window,))
+            metadata = ShardMetadata.build(plan, rank, backend.encode, (None, 7))
             found.append((seen_sums(x[rows], metadata, backend.spans, window, dist.group.WORLD), right[rows]))
     return found
 

@@ -8,7 +8,7 @@ import torch
 from megatron_wlb.runtime import backends
 from megatron_wlb.runtime.backends import BACKENDS, Choice, choose_backend, cpu, get_backend, protocol
 from megatron_wlb.runtime.backends.cpu import CpuBackend
-from megatron_wlb.runtime.reference import HEAD_SIZES, kernel_args
+from megatron_wlb.runtime.reference import HEAD_SIZES, kernel_args, try_backend
 from tests.covering import covering
 from tests.runtime.calls import ALL, CALLS, WINDOWS, Float64, check
 
@@ -39,6 +39,7 @@ def test_cpu_in_blocks_of_any_length(monkeypatch, entries, rows, numbers, window
 @pytest.mark.parametrize("entries", CALLS.values(), ids=CALLS)
 def test_long_gaps_are_cut_into_pieces(monkeypatch, entries):
     """A backward kernel starts max_k / 128 blocks for every entry, also for one without queries."""
+    assert kernel_args(Float64(), [(0, 9000), *entries], "cpu", 0.3).max_k == 4096
     monkeypatch.setattr(protocol, "_GAP_ROWS", 4)
     args = kernel_args(Float64(), entries, "cpu", 0.3)
     queries, keys = args.table.diff()
@@ -79,15 +80,56 @@ class _Nan(CpuBackend):
         return super().backward(*arguments) * float("nan")
 
 
+def off(name, by, where):
+    """A backend whose result of this name is off by a share, in calls with such arguments."""
+
+    class Off(CpuBackend):
+        def forward(self, q, k, v, args):
+            self._right = ON_CPU["cpu"].forward(q, k, v, args)
+            scales = (1 + by * (name == of and where(args)) for of in ("out", "lse"))
+            return [x * scale for x, scale in zip(self._right, scales, strict=True)]
+
+        def backward(self, dout, q, k, v, out, lse, dkv, args):
+            assert (
+                q.shape[1] == 2 * k.shape[1]
+                and dkv.dtype == torch.float32
+                and dout.dtype == q.dtype == k.dtype == torch.bfloat16
+            )
+            results = [ON_CPU["cpu"].backward(dout, q, k, v, *self._right, dkv, args)]
+            results += protocol.keys_and_values(dkv, q.shape[-1])
+            for of, x in zip(("dq", "dk", "dv"), results, strict=True):
+                x *= 1 + by * (name == of and where(args))
+            return results[0]
+
+    return Off()
+
+
+def _squares(args):
+    q_start, q_stop, k_start, k_stop = args.table.T
+    return torch.equal(q_stop - q_start, k_stop - k_start)
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
+@pytest.mark.parametrize(
+    "where",
+    [_squares, lambda args: not _squares(args), lambda args: args.window is None, lambda args: args.window is not None],
+    ids=["squares", "prefixes", "no window", "windows"],
+)
+def test_a_backend_is_tried_in_every_way_of_a_run(name, where):
+    with pytest.raises(ValueError, match=f"{name} with window .* differs from float64 by .*; choose another backend"):
+        try_backend(off(name, 0.02, where), torch.device("cpu"), (24, 16))
+    try_backend(off(name, 0.005, where), torch.device("cpu"), (24, 16))
+
+
 @pytest.fixture
 def choose(monkeypatch):
     """choose_backend on a machine where "auto" may take these."""
 
-    def choose(**classes):
+    def choose(head_sizes=HEAD_SIZES, asked="auto", **classes):
         monkeypatch.setattr(backends, "BACKENDS", classes)
         monkeypatch.setattr(backends, "_PREFERENCE", {"cpu": tuple(classes)})
         choose_backend.cache_clear()
-        return choose_backend("cpu", HEAD_SIZES)
+        return choose_backend("cpu", head_sizes, asked)
 
     yield choose
     choose_backend.cache_clear()
@@ -104,6 +146,27 @@ def test_auto_takes_the_first_that_works_and_says_why_not_the_others(choose):
     assert str(chosen).startswith("good (missing: not installed; broken: no kernel image; wrong: out with")
     with pytest.raises(ValueError, match="no attention backend works on device 'cpu' .missing: not installed."):
         choose(missing=_Missing)
+
+
+def test_auto_is_of_the_head_sizes_that_run(choose):
+    """Of kernels of GPUs alone Megatron chooses; an error without words has its name."""
+
+    class Narrow(CpuBackend):
+        def forward(self, q, k, v, args):
+            if q.shape[-1] != v.shape[-1]:
+                raise NotImplementedError
+            return super().forward(q, k, v, args)
+
+    equal = type("Equal", (CpuBackend,), {"any_value_size": False, "name": "equal"})
+    assert choose((24, 24), "flash", narrow=Narrow, good=CpuBackend) == Choice(name="narrow", refused=())
+    chosen = choose((24, 16), equal=equal, narrow=Narrow, good=CpuBackend)
+    assert chosen.refused[0][1].startswith("attention backend 'equal' needs value heads of the size of key heads, 24")
+    assert chosen.name == "good" and chosen.refused[1] == ("narrow", "NotImplementedError")
+    assert isinstance(get_backend("auto", "cpu", (24, 16)), CpuBackend)
+    with pytest.raises(ValueError, match="no attention backend works"):
+        choose((24, 16), narrow=Narrow)
+    with pytest.raises(ValueError, match="no attention backend works"):
+        get_backend("auto", "cpu", (24, 16))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The backends on FlashAttention-3 and TransformerEngine, without these packages and without a GPU.
+"""The backends of GPUs without a GPU, and without the packages of FlashAttention-3 and TransformerEngine.
 
-Stand-ins take what the packages' functions take, and compute in float64 from that alone. Only tests/gpu can show that
-the packages agree.
+Stand-ins take what the packages' and torch's functions take, and compute in float64 from that alone. Only tests/gpu can
+show that these agree.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatron_wlb.runtime.backends.flash import FlashAttn3Backend
+from megatron_wlb.runtime.backends.flash import AtenBackend, FlashAttn3Backend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.reference import expected, kernel_args
 from tests.covering import covering
@@ -50,6 +50,10 @@ PARAMETERS = {
         f"{QKV} o d_o fake_dtype {GRADIENTS} o_format= do_format= dqkv_layout= qkv_scale_inv_format= "
         f"do_scale_inv_format= {KINDS} deterministic= cuda_graph=",
     ),
+    "aten": tuple(
+        " ".join(f"{a.name}{'=' * a.has_default_value()}" for a in operator.default._schema.arguments)
+        for operator in (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
+    ),
 }
 
 
@@ -74,7 +78,7 @@ def computed(a, cu_q, cu_k, begins, scale, left, causal, gradient=()):
     queries, keys = cu_q.diff(), cu_k.diff()
     assert int(queries.max()) <= a["max_seqlen_q"] and int(begins[-1]) == a["k"].shape[0] == a["v"].shape[0]
     assert cu_q[0] == cu_k[0] == 0 <= begins[0]
-    if gradient:
+    if gradient and "deterministic" in a:
         assert a["deterministic"] is torch.are_deterministic_algorithms_enabled()
     used = queries > 0
     entries = list(zip(queries[used].tolist(), keys[used].tolist(), strict=True))
@@ -97,7 +101,7 @@ def flash_attn_3():
 
     def entries(a):
         assert a["window_size_right"] == (0 if a["is_causal"] else -1) and a["max_seqlen_q"] > 1  # 1 means decoding
-        assert int(a["cu_seqlens_k"].diff().max()) <= a["max_seqlen_k"]
+        assert int(a["cu_seqlens_k"].diff().max()) <= a["max_seqlen_k"] and a.get("num_splits", 1) == 1
         cu_q, cu_k = a["cu_seqlens_q"], a["cu_seqlens_k"]
         return a, cu_q, cu_k, cu_k, a["softmax_scale"], a["window_size_left"], a["is_causal"]
 
@@ -108,6 +112,28 @@ def flash_attn_3():
             a[name].copy_(gradient)
 
     return {"fwd": lambda a: (*computed(*entries(a)), None, None), "bwd": backward}
+
+
+def aten():
+    """Torch's operators of FlashAttention-2, of arguments by name."""
+
+    def entries(a):
+        given = {"q": a["query"], "k": a["key"], "v": a["value"], "max_seqlen_q": a["max_q"]}
+        left, causal = a["window_size_left"], a["is_causal"]
+        assert a["window_size_right"] == (None if left is None else 0) and (causal or left is None)
+        assert a["dropout_p"] == 0.0 and a["max_q"] > 1 and int(a["cum_seq_k"].diff().max()) <= a["max_k"]
+        cu_q, cu_k = a["cum_seq_q"], a["cum_seq_k"]
+        return given, cu_q, cu_k, cu_k, a["scale"], -1 if left is None else left, causal
+
+    def forward(a):
+        assert a["return_debug_mask"] is False
+        return (*computed(*entries(a)), None, None, None)
+
+    def backward(a):
+        assert (a["rng_state"].dtype, a["rng_state"].shape, a["unused"].shape) == (torch.uint64, (2,), ())
+        return computed(*entries(a), (a["grad_out"], a["out"], a["logsumexp"]))
+
+    return {"_forward": forward, "_backward": backward}
 
 
 def te(version):
@@ -161,10 +187,14 @@ def backend(request, monkeypatch):
     if installed := [name for name in PACKAGES if importlib.util.find_spec(name)]:
         pytest.skip(f"{installed} are installed: tests/gpu has the real ones")
     package = request.param
-    computing = flash_attn_3() if package == "flash_attn_3" else te(package)
+    computing = {"flash_attn_3": flash_attn_3, "aten": aten}.get(package, lambda: te(package))()
     functions = {
         n: Function(*each) for n, *each in zip(computing, PARAMETERS[package], computing.values(), strict=True)
     }
+    if package == "aten":
+        found = AtenBackend()
+        vars(found).update(functions)
+        return found
     operators = SimpleNamespace(**{name: SimpleNamespace(default=each) for name, each in functions.items()})
     monkeypatch.setattr(torch.ops, "flash_attn_3", operators, raising=False)
     modules = {f"{TE}.cpp_extensions.fused_attn": {"FusedAttnBackend": {"F16_arbitrary_seqlen": "cuDNN"}} | functions}
@@ -186,6 +216,7 @@ def backend(request, monkeypatch):
 )
 def test_calls_say_what_is_meant(backend, call, window, heads, head_sizes):
     entries, causal = call
+    head_sizes = head_sizes if backend.any_value_size else 24
     check(backend, entries, heads, head_sizes, torch.bfloat16, window=window, causal=causal)
 
 
@@ -193,8 +224,8 @@ def test_what_no_kernel_has_is_refused(backend, monkeypatch):
     if backend.name == "te":
         with pytest.raises(ValueError, match="NaN in gradients of head size 192 of values, and allows at most 128"):
             check(backend, CALLS["square"], head_size=192, dtype=torch.bfloat16)
-    for head_size in (12, 264):
-        with pytest.raises(ValueError, match=f"{backend.name!r} cannot run head size {head_size}: .* multiple of 8"):
+    for head_size in (12, 264, *([(24, 12)] if backend.any_value_size else [])):
+        with pytest.raises(ValueError, match=f"{backend.name!r} cannot run head size (12|264): .* multiple of 8"):
             check(backend, CALLS["square"], head_size=head_size, dtype=torch.bfloat16)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     check(backend, CALLS["square"], head_size=16, dtype=torch.bfloat16)
@@ -218,7 +249,15 @@ def test_flash_attention_3_is_for_hopper_alone(capability, monkeypatch):
 def test_missing_packages_are_named(cls, package, monkeypatch):
     for name in {*PACKAGES, *(name for name in sys.modules if name.startswith("transformer_engine."))}:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=f"attention backend '{cls.name}' needs {package}.*cannot be imported"):
+    message = f"attention backend '{cls.name}' needs {package}.*cannot be imported"
+    with pytest.raises(ValueError, match=message):
+        cls()
+
+    def broken(name):
+        raise OSError("no libcudnn.so")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(ValueError, match=f"{message} .no libcudnn.so."):
         cls()
 
 
@@ -226,6 +265,21 @@ def test_random_numbers_are_left_alone(backend):
     before = torch.get_rng_state()
     backend.forward(*inputs(40, (2, 2), 16, torch.bfloat16)[:3], kernel_args(backend, CALLS["square"], "cpu", 0.3))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)
+def test_te_is_given_keys_and_values_side_by_side_which_are_copied_only_if_they_are_not(backend):
+    args = kernel_args(backend, CALLS["prefix"], "cpu", 0.3)
+    q, k, v, _ = inputs(24, (4, 2), 16, torch.bfloat16, num_keys=90)
+    wide = torch.stack((k, v, v), dim=1)
+    for keys, values, same in (
+        *((k, v, True), (k, v.clone(), False), (k.clone(), v.clone(), False)),
+        *((wide[:, 0], wide[:, 1], False), (v, k, False), (k[:, :1], v[:, :1], False)),
+    ):
+        given = backend._arguments(q, keys, values, args)
+        assert (given["k"].data_ptr() == keys.data_ptr()) == (given["v"].data_ptr() == values.data_ptr()) == same
+        assert torch.equal(given["k"], keys) and torch.equal(given["v"], values)
+        backend.forward(q, keys, values, args)
 
 
 @pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)

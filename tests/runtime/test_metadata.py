@@ -3,6 +3,7 @@
 import pickle
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_wlb.runtime.backends import BACKENDS
@@ -57,7 +58,7 @@ def test_what_is_whole_on_a_rank_copies_no_keys():
     assert whole.keys_are_rows and len(whole.calls) == 1 and not shared.keys_are_rows
 
 
-def test_one_buffer_moves_and_pickles_everything():
+def test_one_buffer_moves_and_pickles_everything(monkeypatch):
     metadata = ShardMetadata.build(per_document(np.full(8, 1000, np.int64), 4), 2, varlen)
     assert len(pickle.dumps(metadata)) < metadata.integers.nbytes + 4000
     copy = pickle.loads(pickle.dumps(metadata))
@@ -67,5 +68,21 @@ def test_one_buffer_moves_and_pickles_everything():
     (documents,) = moved.rounds
     tensors = (moved.positions, documents.gather, documents.own_keys, *documents.tables)
     assert all(x.device.type == "meta" for x in tensors)
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: asked.append("pinned") or -x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *given, **named: asked.append((given, named)) or -x)
+    for other in (metadata.pin_memory(), metadata.to("cuda", non_blocking=True), metadata.to("cuda")):
+        assert torch.equal(other.positions, -metadata.positions) and other.layouts is metadata.layouts
+    assert asked == ["pinned", (("cuda",), {"non_blocking": True}), (("cuda",), {"non_blocking": False})]
     # A DataLoader's worker may be sent what encodes its calls.
     assert all(pickle.loads(pickle.dumps(backend.encode)) is backend.encode for backend in BACKENDS.values())
+
+
+def test_ranks_and_windows_that_are_not_planned_are_refused():
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"context-parallel rank {rank} is not in a plan of 2 shards; plan with"):
+            ShardMetadata.build(per_document(LENGTHS, 2), rank, varlen)
+    metadata = ShardMetadata.build(per_document(LENGTHS, 2), 1, varlen, windows=(None, 7))
+    assert [len(metadata.rounds_of(window)) for window in (None, 7)] == [1, 1] and len(metadata.layouts) == 1
+    with pytest.raises(ValueError, match="a layer's window is 8, and the metadata are for None, 7; build them with it"):
+        metadata.rounds_of(8)

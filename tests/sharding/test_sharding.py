@@ -99,6 +99,14 @@ def test_rows_and_positions(plan):
         assert positions(held).tolist() == [i for _, i in expected]
 
 
+def sent_by(local, moved):
+    """Of every rank's rows, those that it sends, by the rank that gets them."""
+    return [
+        np.split(r[m.sent_rows], np.cumsum(m.sent)[:-1]) if m.sent else [r[:0]] * len(moved)
+        for r, m in zip(local, moved, strict=True)
+    ]
+
+
 @twice_as_many
 @given(plans, st.integers(0, 12))
 @example(per_sequence(np.array([4] * 8, np.int64), 2), 1)
@@ -111,20 +119,26 @@ def test_the_exchange_brings_every_key_and_takes_every_gradient_home(plan, windo
         local = [rows(lengths, Shard(calls=(each,))) for each in held]
         assert {bool(m.sent) for m in moved} == {number is not Keys.WHOLE}
         assert any(map(len, held)), "a round of no document"
-        sent = [
-            np.split(r[m.sent_rows], np.cumsum(m.sent)[:-1]) if m.sent else [r[:0]] * cp
-            for r, m in zip(local, moved, strict=True)
-        ]
+        sent = sent_by(local, moved)
         for rank, (r, m, segments) in enumerate(zip(local, moved, held, strict=True)):
             near = window if number == Near(window) else 1 << 30
             expected = sorted({begins[d] + i for d, i in keys_of(segments.tolist(), near)})
             arrived = [of[rank] for of in sent]
             assert not m.sent or tuple(map(len, arrived)) == m.received
+            assert m.causal
+            queries = [np.arange(row, row + (call["stop"] - call["start"]).sum()) for row, call in m.calls]
+            assert np.concatenate([np.empty(0, int), *queries]).tolist() == list(range(len(r)))
             keys = np.concatenate((*arrived, r))[m.gather]
             assert keys.tolist() == expected
             # What arrives goes back along the same way.
             assert keys[m.arrived_keys].tolist() == np.concatenate(arrived).tolist()
             assert keys[m.own_keys].tolist() == r.tolist()
+            # In a call, queries are the last keys that they see.
+            for row, call in m.calls:
+                for run, start, stop in call.tolist():
+                    seen = keys[m.key_begins[run] :][start:stop]
+                    assert seen.tolist() == r[row : row + stop - start].tolist()
+                    row += stop - start
 
 
 def keys_of(segments, window):
@@ -159,11 +173,9 @@ def test_queries_see_every_key_before_their_segment_in_one_part(plan):
     seen = [[[] for _ in segments] for segments in held]
     for of in parts:
         moved = [exchange(plan, rank, of) for rank in range(cp)]
-        sent = [
-            np.split(r[m.sent_rows], np.cumsum(m.sent)[:-1]) if m.sent else [r[:0]] * cp
-            for r, m in zip(local, moved, strict=True)
-        ]
+        sent = sent_by(local, moved)
         for rank, m in enumerate(moved):
+            assert not m.causal
             keys = np.concatenate((*(each[rank] for each in sent), local[rank][: m.own_rows]))[m.gather]
             first_rows = document_begins(held[rank]["stop"] - held[rank]["start"])[:-1].tolist()
             for row, call in m.calls:

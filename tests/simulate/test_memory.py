@@ -18,6 +18,7 @@ from megatron_wlb.simulate.memory import (
     depth_bytes,
     gpu_weights,
     held_bytes,
+    kept_bytes,
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
@@ -25,9 +26,9 @@ from megatron_wlb.simulate.memory import (
     most_kept,
     one_document,
     peak_bytes,
+    running_bytes,
     step_peak_bytes,
     tensors,
-    token_bytes,
     weight_bytes,
 )
 from tests.jobs import job, packer
@@ -53,6 +54,17 @@ GPT3 = job(
 
 def in_parallel(given, **sizes):
     return replace(given, parallel=replace(given.parallel, **sizes))
+
+
+def test_layers_of_every_kind_keep_their_own():
+    """Attention three times and an MLP; if all of them run again, they keep inputs, and one of the larger kind."""
+    hybrid = in_parallel(replace(GPT3, model=replace(GPT3_SHAPE, num_layers=8, pattern="**-*", hybrid=True)), pp=2)
+    attention, mlp = (layer_bytes(hybrid, kind) for kind in "*-")
+    again = replace(hybrid, recompute=Recompute(granularity="full"))
+    kept, inputs = (kept_bytes(each, 0) for each in (hybrid, again))
+    running, more = (running_bytes(each, 0) for each in (hybrid, again))
+    assert attention < mlp and kept.tolist() == [3 * attention + mlp + 4 * 128]
+    assert inputs.tolist() == [4 * 2 * 12288 + 4 * 128] and more - running == mlp
 
 
 def test_a_layer_keeps_34_bytes_per_value_of_the_hidden_state():
@@ -110,8 +122,12 @@ def test_the_peak_adds_up():
         given, plain = (gpu_weights(in_parallel(each, pp=pp))[0, -1] for each in (ahead, GPT3))
         assert given - plain == (12 + 2) * 12288**2 + embedding
     on_eight = in_parallel(GPT3, tp=8, sequence_parallel=True)
-    running = token_bytes(on_eight, 7)[1] - token_bytes(on_eight, 1)[1]
+    running = running_bytes(on_eight, 7) - running_bytes(on_eight, 1)
     assert running == 2 * 2 * 12288 / 8 + 2 * 12288 + 6 * 51200 / 8  # before and after a norm, gathered, and logits
+    whole = in_parallel(on_eight, sequence_parallel=False)  # with nothing to gather
+    assert running_bytes(whole, 7) - running_bytes(whole, 1) == 2 * 2 * 12288 + 6 * 51200 / 8
+    # Of a depth three inputs of norms and two outputs, joined, its layer and its logits.
+    assert depth_bytes(ahead) == 5 * 2 * 12288 + kept + 6 * 51200
     # User buffers of tiles of 4,096 to 512 rows, three of each; what is gathered lies in them, not beside them.
     gathering = in_parallel(replace(GPT3, tp_tile_rows=4096), tp=8, sequence_parallel=True)
     assert mlp_backward_bytes(gathering) == 2 * 12288 / 8 + 2 * 2 * 4 * 12288 / 8
@@ -119,9 +135,9 @@ def test_the_peak_adds_up():
     tiled = replace(GPT3, tp_tile_rows=4096)
     assert weight_bytes(tiled) - weight_bytes(GPT3) == 3 * 7680 * GPT3_SHAPE.hidden_size * 2
     two = in_parallel(GPT3, split=Split(pipeline_model_parallel_layout="E(t*6|)*7t*12|(t*6|)*6t*5|tL"), vpp=2)
-    assert token_bytes(two, 7)[0].tolist() == [12 * kept + rotary, kept + rotary]
+    assert kept_bytes(two, 7).tolist() == [12 * kept + rotary, kept + rotary]
     six = Recompute(granularity="full", method="block", num_layers=6)
-    assert token_bytes(replace(two, recompute=six), 7)[0].tolist() == [
+    assert kept_bytes(replace(two, recompute=six), 7).tolist() == [
         6 * kept + 6 * 2 * 12288 + rotary,
         2 * 12288 + rotary,
     ]
@@ -164,7 +180,33 @@ def test_backward_of_attention_by_hand(groups, gradients, more):
     # In the MLP its gradient and two tensors of all ranks' rows, while K and V arrive; in attention the MLP is gone:
     # input, mask, norm, and four rows before and after the activation.
     in_mlp, of_mlp = (1 + 2 * 8) * row + 2 * 4 * kv, (1 + 1 / 2 + 1 + 4 + 4) * row
-    assert token_bytes(given, 0)[1] == max(in_mlp, held + more * kv - of_mlp)
+    assert running_bytes(given, 0) == max(in_mlp, held + more * kv - of_mlp)
+
+
+def test_an_empty_gradient_is_kept_of_every_shape():
+    """Of a square MLP two in all; of experts on fewer tensor-parallel ranks, of their own; of the output layer."""
+    square = replace(GPT3_SHAPE, ffn_hidden_size=12288)
+    experts = replace(GPT3_SHAPE, ffn_hidden_size=8 * 12288, moe_router_topk=2)
+    on_four = {"tp": 4, "etp": 2, "sequence_parallel": True}
+    for model, layout, stage, shapes in (
+        (square, {}, 1, 4 * 12288**2),
+        (square, {"tp": 4}, 7, (3 + 1 + 1) * 12288**2 / 4 + 51200 * 12288 / 4),
+        (experts, on_four, 1, 4 * 12288**2 / 4 + 2 * 8 * 12288**2 / (2 * 2)),
+    ):
+        given = in_parallel(replace(GPT3, model=model), **layout)
+        rotary = 4 * 4096 * 128
+        assert weight_bytes(given, stage) == held_bytes(given)[stage] + rotary + 2 * shapes
+
+
+def test_keys_and_values_arrive_while_an_mlp_goes_back():
+    """If it needs more memory than attention; latents are there, and of core attention that runs again nothing is."""
+    core = Recompute(granularity="selective", modules=("core_attn",))
+    large = [replace(MODELS[name], num_layers=8, ffn_hidden_size=1 << 22) for name in ("llama2-7b", "deepseek-v3")]
+    dense = replace(large[1], moe_router_topk=0, dense_ffn_hidden_size=0, pattern=FULL)
+    latents = {"model": dense, "cp_exchange": "latents"}
+    for changes, arrives in (({}, 2 * 4 * 4 * 256), ({"recompute": core}, 0), ({"cp": 1}, 0), (latents, 0)):
+        given = job(**{"model": large[0], "tp": 8, "cp": 4, "pp": 2} | changes)
+        assert running_bytes(given, 0) == mlp_backward_bytes(given) + arrives
 
 
 @pytest.mark.parametrize(("model", "rotated"), [("llama2-7b", 128), ("deepseek-v3", 64)])
@@ -187,7 +229,10 @@ def test_what_attention_keeps_of_latents_by_hand():
     assert shared["kv"] == 2 * keys and shared["latents"] == 2 * (2 * 1536 + 2 * 512) / 8 + 2 * 2 * 2 * 64
     # Backward holds gradients, K and V again, theirs in fp32, and on top runs a kernel with dQ in fp32 of half of Q.
     held, every = row + 2 * (16 * 192 + 16 * 128 + keys), 4 * keys
-    assert attention_backward_bytes(given) == held + 2 * every + 4 * every + (2 + 4) * 16 * 192 / 2 + 2 * every
+    kernel = (2 + 4) * 16 * 192 / 2 + 2 * every
+    assert attention_backward_bytes(given) == held + 2 * every + 4 * every + kernel
+    again = replace(given, recompute=Recompute(granularity="full"))  # all of the layer, with K and V
+    assert attention_backward_bytes(again) == held + 4 * every + kernel
 
 
 def test_recomputed_up_projections_drop_keys_and_values_that_nothing_joins():
@@ -200,6 +245,20 @@ def test_recomputed_up_projections_drop_keys_and_values_that_nothing_joins():
         assert layer_bytes(given) - layer_bytes(less) == freed
         held = attention_backward_bytes(less) - attention_backward_bytes(given)
         assert held == (q + kv if freed > q else 0)
+
+
+def test_dense_layers_of_a_mixture_of_experts_keep_and_weigh_as_those_of_a_dense_model():
+    """Three dense layers before five with experts, of which the first stage of two has one."""
+    dense = replace(GPT3_SHAPE, num_layers=8)
+    experts = {"moe_router_topk": 2, "num_experts": 16, "ffn_hidden_size": 3 * 4096, "dense_ffn_hidden_size": 4 * 12288}
+    model = replace(dense, pattern="*-*-*-*****", **experts)
+    given, alike = (in_parallel(replace(GPT3, model=shape), pp=2) for shape in (model, dense))
+    assert layer_bytes(given, "*-") == layer_bytes(alike) != layer_bytes(given, "*")
+    kept, of_dense = (kept_bytes(each, 0) for each in (given, alike))
+    assert kept - of_dense == layer_bytes(given, "*") - layer_bytes(alike)
+    one, few = model.held_weights_of("*")
+    assert model.held_weights_of("*-") == (12 * 12288**2, 0) == dense.held_weights_of("*")
+    assert gpu_weights(given)[:, 0].tolist() == [3 * 12 * 12288**2 + one + model.vocabulary_weights, few]
 
 
 def test_what_linear_layers_keep_by_hand():
@@ -244,7 +303,9 @@ def test_offloaded_layers_are_not_counted():
 
 
 def peak(given, tokens):
-    return max(peak_bytes(given, stage, tokens) for stage in range(given.parallel.pp))
+    fullest = max(peak_bytes(given, stage, tokens) for stage in range(given.parallel.pp))
+    assert peak_bytes(given, max_tokens=tokens) == fullest
+    return fullest
 
 
 def check_largest(given, budget):
@@ -297,15 +358,19 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count, delay):
 def test_the_peak_of_a_step_is_of_its_own_micro_batches():
     given = in_parallel(job(model=replace(MODELS["llama2-7b"], num_layers=8)), pp=4)
     even, alone = np.full(4, 1000.0), [(0.0, 0.0)] * 4
-    (kept, first), (_, last) = (token_bytes(given, stage) for stage in (0, 3))
+    kept, (first, last) = kept_bytes(given, 0), (running_bytes(given, stage) for stage in (0, 3))
     assert step_peak_bytes(given, 0, even, alone) == 1000 * (4 * kept[0] + first)
     assert step_peak_bytes(given, 3, even, alone) < 1000 * (kept[0] + last)  # logits are gone before layers go back
     uneven = np.array([1.0, 1.0, 1.0, 1000.0])
     assert step_peak_bytes(given, 0, uneven, alone) < step_peak_bytes(given, 0, even, alone)
     # Of passes that run by turns, the forward pass fills as the backward pass frees, but for a layer of 2.
     overlapped = replace(in_parallel(given, vpp=2), parallel=replace(given.parallel, vpp=2), overlaps_experts=True)
-    before, (kept, running) = replace(overlapped, overlaps_experts=False), token_bytes(overlapped, 0)
-    assert running == token_bytes(before, 0)[1] + layer_bytes(overlapped)
+    before, kept, running = (
+        replace(overlapped, overlaps_experts=False),
+        kept_bytes(overlapped, 0),
+        running_bytes(overlapped, 0),
+    )
+    assert running == running_bytes(before, 0) + layer_bytes(overlapped)
     eight = np.full(8, 1000.0)
     assert step_peak_bytes(overlapped, 0, eight, alone * 2) == 1000 * (
         overlapped.schedule(8).in_flight(0, kept) + running

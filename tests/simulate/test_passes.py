@@ -107,6 +107,10 @@ def test_experts_and_tiles_are_a_part_of_a_layer():
     exchanged = [EXPERTS.exposed(given, tokens, 0) + copied for copied in EXPERTS.copies(given, tokens)]
     traffic, product = memory_bound(given, "*", tokens), products(given, given.model.matrices, tokens)
     experts = products(given, [m for m in given.model.matrices if m.part == "experts"], tokens)
+    # Rows of attention alone are gathered and scattered over tensor-parallel ranks.
+    ranks, row_bytes = Group(size=2, stride=1), tokens * 4096 * 2
+    moved = sum(NETWORK.collective(name, row_bytes, ranks) for name in ("all_gather", "reduce_scatter"))
+    assert found[0].tensor == pytest.approx(moved)
     for i, (every, of_experts) in enumerate(((product.forward, experts.forward), (product.backward, experts.backward))):
         assert found[i].linear == pytest.approx(every + traffic[i] + exchanged[i] + tiles[i])
         assert found[i].pooled == pytest.approx(of_experts + exchanged[i])
@@ -167,6 +171,10 @@ def test_rounds_and_rings_hide_the_exchange():
     calls = kernel.time(8, *ring_counts(plan.lengths, 8, 128))
     sums = ring_sums(by_ring, np.array([131072.0]), np.array([True]))[0][0]
     np.testing.assert_allclose(ring.attention[0], calls + sums)
+    (plan,) = shards_of(by_ring, [[131072]])
+    calls = kernel.time(8, *ring_counts(plan.lengths, 8, 128))
+    fewer = ring_sums(by_ring, np.array([131072.0]), np.array([False]))[0][0]
+    np.testing.assert_allclose(layer_times(by_ring, [plan])[0].attention[0], calls + fewer)
     parts = replace(given, model=replace(given.model, pattern="*"))
     (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
     assert plan.key_bounds
@@ -207,6 +215,12 @@ def test_layers_without_attention_cost_by_tokens():
         long, short = times[kind]
         np.testing.assert_array_equal(long.forward, short.forward)
         assert (long.layers[0].attention == 0).all()
+    rows, ranks = np.array([16384.0]), Group(size=2, stride=1)
+    gather, scatter = (NETWORK.collective(name, rows * 4096 * 2, ranks) for name in ("all_gather", "reduce_scatter"))
+    into = products(given, model.part("M")[:1], rows)
+    exposed = 2 * gather + scatter - np.minimum(gather, into.inputs) - np.minimum(scatter, into.weights)
+    assert times["M"][0].layers[1].tensor == pytest.approx(exposed)
+    assert crossover(replace(given, model=replace(model, pattern="M-"))) == 1 << 24
     latency, byte = NETWORK.all_to_all(Group(size=4, stride=2))
     values = 2 * 2048 + 2 * 8 * 128 + 32 + 2048
     assert times["M"][0].layers[0].exchange == pytest.approx(2 * latency + 16384 * values * 2 / 2 * 3 / 4 * byte)
@@ -217,6 +231,21 @@ def test_layers_without_attention_cost_by_tokens():
             getattr(together, direction), sum(getattr(times[kind][0], direction) for kind in "M*-") / 3
         )
     assert given.work(np.array([1000])) == 1000 * (1000 + given.crossover_tokens)
+
+
+def test_dense_layers_of_a_mixture_of_experts_cost_as_those_of_a_dense_model():
+    experts = {"moe_router_topk": 2, "num_experts": 8, "dense_ffn_hidden_size": 3 * 4096}
+    model = replace(SMALL, num_layers=6, pattern="*-**", **experts)
+    given = job(tp=2, dp=2, ep=2, model=model, cuda_graphs=())
+
+    def times(**changes):
+        passes = pass_times(replace(given, model=replace(model, **changes)), shards_of(given, [[4096]]))
+        return np.array([passes.forward[0, 0], passes.backward[0, 0]])
+
+    alike = times(pattern="*", moe_router_topk=0, num_experts=0, ffn_hidden_size=3 * 4096)
+    np.testing.assert_array_equal(times(pattern="*-"), alike)
+    np.testing.assert_allclose(times(), (alike + 2 * times(pattern="*")) / 3)
+    assert (times(pattern="*") != alike).all()
 
 
 def test_masks_that_hide_tiles_cost_where_all_keys_are_there_at_once():
@@ -265,6 +294,15 @@ def test_products_hide_tensor_parallel_communication():
     of_weights = 2 * (wide * hidden + HALF_WAVE) * tokens / 576e6 + 3
     assert of_inputs < gather and of_weights < scatter
     assert passes.layers[1].tensor == pytest.approx(2 * gather + gather - of_inputs + scatter - of_weights)
+
+
+def test_rows_are_of_a_rank_and_travel_in_the_bytes_of_their_values():
+    given = job(tp=2, cp=2, pp=2)
+    half, whole = (
+        pass_times(each, shards_of(each, [[8192], [4096]])) for each in (given, replace(given, bytes_per_value=4))
+    )
+    assert half.rows.tolist() == [4096, 2048]
+    np.testing.assert_allclose(whole.transfer - NETWORK.hop_us, 2 * (half.transfer - NETWORK.hop_us))
 
 
 def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
@@ -344,6 +382,8 @@ def test_what_cannot_be_timed_is_refused(changes, message):
     shards = shards_of(job(), [[100]])
     with pytest.raises(ValueError, match=message):
         pass_times(job(**changes), shards)
+    with pytest.raises(ValueError, match="sharded over 2 context-parallel ranks, not 1"):
+        pass_times(job(), [*shards, *shards_of(job(cp=2), [[100]])])
 
 
 def test_models_have_the_parameters_of_their_name():

@@ -8,7 +8,7 @@ import pytest
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.model import MODELS
 from megatron_wlb.simulate import published
-from megatron_wlb.simulate.published import LEAST_ROWS, LONG, ROWS, Row, errors_like
+from megatron_wlb.simulate.published import LEAST_ROWS, LONG, ROWS, Row, errors_like, precision_of
 from tests.jobs import job
 
 H100 = job(profile=load_profile("h100-cudnn"), context_length=4096)
@@ -30,6 +30,8 @@ def test_the_closest_kind_that_has_enough_rows_is_taken(rows):
     long = errors_like(replace(H100, precision="delayed", context_length=LONG, max_tokens=LONG))
     assert long[:2] == ("dense models on H100 in FP8", 11) and long.p90 == pytest.approx(math.log(2))
     assert errors_like(H100)[:2] == ("dense models on H100, windows below 32K", 10)
+    assert errors_like(replace(H100, profile=replace(H100.profile, name="mine"))) == errors_like(H100)
+    assert [precision_of(each) for each in ("bf16", "mxfp8", "nvfp4", "delayed")] == ["bf16", "mxfp8", "nvfp4", "fp8"]
     experts = errors_like(replace(H100, model=MODELS["qwen3-30b-a3b"]))
     assert experts[:2] == ("mixtures of experts on H100", 1) and experts.median == pytest.approx(math.log(1.5))
 

@@ -10,13 +10,14 @@ from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Recompute
 from megatron_wlb.layers import part_of
 from megatron_wlb.model import MODELS, Matrix
-from megatron_wlb.simulate.memory import depth_bytes, layer_bytes, token_bytes
+from megatron_wlb.pipeline.split import Split
+from megatron_wlb.simulate.memory import depth_bytes, kept_bytes, layer_bytes, peak_bytes
 from megatron_wlb.simulate.passes import crossover, pass_times
-from megatron_wlb.simulate.recompute import MODULES, ways
+from megatron_wlb.simulate.recompute import MODULES, ways, worth_trying
 from tests.simulate.shards import FREE, SMALL, job, shards_of
 
 ROWS = np.array([4096.0])
-LATENTS = replace(MODELS["deepseek-v3"], num_layers=4, padded_vocab_size=0)
+LATENTS = replace(MODELS["deepseek-v3"], num_layers=4, pattern="*", padded_vocab_size=0)
 EXPERTS = replace(MODELS["qwen3-30b-a3b"], num_layers=4, padded_vocab_size=0)
 
 
@@ -158,7 +159,7 @@ def test_fewer_layers_cost_less_and_keep_more():
         replace(given, recompute=Recompute(granularity="full", method="block", num_layers=count)) for count in range(5)
     ]
     times = [float(pass_times(each, shards_of(each, [[8192]])).backward.sum()) for each in blocks]
-    kept = [float(token_bytes(each, 0)[0].sum()) for each in blocks]
+    kept = [float(kept_bytes(each, 0).sum()) for each in blocks]
     assert np.diff(times) == pytest.approx(times[1] - times[0]) and times[1] > times[0]
     assert np.diff(kept) == pytest.approx(kept[1] - kept[0]) and kept[1] < kept[0]
     # Documents weigh as in a layer of which so much runs again.
@@ -182,6 +183,8 @@ def test_ways_are_those_that_megatron_has_the_fastest_first():
     assert times == sorted(times) and found[0] == Recompute()
     modules = [set(way.modules) for way in found]
     assert {"layernorm", "moe"} <= set().union(*modules) and not any(each >= {"moe", "moe_act"} for each in modules)
+    # By the time that a byte takes; shared experts alone take less time than up-projections, of few bytes.
+    assert modules[1:4] == [{"layernorm"}, {"layernorm", "moe_act"}, {"layernorm", "moe_act", "mla_up_proj"}]
     assert sum(way.method == "uniform" for way in found) == 3 and sum(way.method == "block" for way in found) == 4
     overlapped = ways(replace(given, overlaps_experts=True))
     assert {way.granularity for way in overlapped} == {None, "selective"}
@@ -189,6 +192,35 @@ def test_ways_are_those_that_megatron_has_the_fastest_first():
     delayed = set().union(*(way.modules for way in ways(replace(given, precision="delayed"))))
     assert not {"layernorm", "moe_act"} & delayed and "mla_up_proj" in delayed
     assert ways(replace(given, offloaded_layers=1)) == [Recompute()]
+    # A layer of each stage is faster than all MLPs; one of six layers may run up to six again.
+    split = Split(decoder_first_pipeline_num_layers=2)
+    uneven = names(job(model=SMALL, pp=2, split=split, context_length=1 << 14))
+    assert uneven[1].endswith("block num-layers 1") and sum(" block " in each for each in uneven) == 6
+    hybrid = job(model=replace(SMALL, pattern="*-", hybrid=True))
+    assert "granularity selective modules mlp" in names(hybrid)
+
+
+def test_ways_are_worth_trying_up_to_the_first_that_needs_no_shorter_micro_batches():
+    """Of every kind the first in which windows fit, if need be in the shortest groups; here S_max is two windows."""
+    sizes = {"model": SMALL, "pp": 2, "context_length": 1 << 14, "max_tokens": 1 << 15, "num_micro_batches": 8}
+    free, grouped = job(**sizes), job(**sizes, vpp=2)
+
+    def needs(given, way, tokens):
+        return peak_bytes(replace(given, recompute=way), max_tokens=tokens)
+
+    def tried(given, budget):
+        return worth_trying(given, 1.001 * budget)
+
+    nothing, one, mlp, two, three, four, *_ = ways(free)
+    assert [each.num_layers for each in (one, two, three, four)] == [1, 2, 3, 4] and mlp.modules == ("mlp",)
+    assert tried(free, needs(free, nothing, 1 << 15)) == [nothing]
+    assert tried(free, needs(free, nothing, 1 << 14)) == [nothing, one, mlp, three]
+    assert tried(free, needs(free, two, 1 << 14)) == [mlp, two, four]
+    assert tried(free, needs(free, four, 1 << 14) / 2) == []
+    short = replace(grouped, parallel=replace(grouped.parallel, group_size=2))
+    enough = needs(short, nothing, 1 << 14)
+    assert grouped.schedule().group == 3 and enough < needs(grouped, nothing, 1 << 14)
+    assert tried(grouped, enough)[0] == nothing
 
 
 def test_layers_that_do_not_divide_have_a_crossover():

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.metrics import balanced_time
+from benchmarks.metrics import balanced_time, limit_time
 from megatron_wlb.documents import document_work
 from megatron_wlb.hardware.network import H100_NETWORK, Group
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.passes import LayerTimes, pass_times
-from megatron_wlb.simulate.step import breakdown, imbalances, limit_time, simulate_step, step_of, trace_of
+from megatron_wlb.simulate.step import breakdown, imbalances, simulate_step, step_of, trace_of
 from tests.simulate.shards import FREE, JOBS, SMALL, TOGETHER, job, shards_of
 
 
@@ -31,7 +31,7 @@ def test_uniform_work_takes_the_closed_form(vpp, micro_batches):
     assert lost.bubble == pytest.approx(3 * both)
     assert [lost.imbalance, lost.dp_wait, lost.cp_wait] == pytest.approx([0, 0, 0], abs=1e-6)
     assert balanced_time(step) == pytest.approx(step.time)
-    assert limit_time(step) == pytest.approx(step.time - 3 * both)
+    assert limit_time(lost) == pytest.approx(step.time - 3 * both)
 
 
 def test_imbalances_by_hand():
@@ -81,6 +81,20 @@ def test_gradients_and_the_optimizer_by_hand(backward):
     assert step.parameters == pytest.approx(gather[1])
     end = step.passes[0].forward.sum() + 5 + backward
     assert step.time == pytest.approx(end + step.gradients + step.optimizer + step.parameters)
+
+
+def test_weights_of_experts_have_copies_of_their_own():
+    """Four experts on as many of 16 ranks, whose weights four have; all others are on two, and eight have them."""
+    model = replace(SMALL, moe_router_topk=2, num_experts=4)
+    one = job(model=model, tp=2, cp=2, dp=4, ep=4, etp=1)
+    step = simulate_step(one, [shards_of(one, [[100]])] * 4)
+    dense, experts = 8 * 4 * 4096**2 / 2, 8 * 3 * 4096 * 11008 * 4 / 2 / 4
+    assert step.optimizer == pytest.approx((dense / 8 + experts / 4) * 30 / 2700e3)
+    gathered = sum(
+        float(H100_NETWORK.collective("all_gather", 2 * weights, Group(size=size, stride=stride)))
+        for weights, size, stride in ((dense, 8, 2), (experts, 4, 4))
+    )
+    assert step.parameters == pytest.approx(gathered / 10)
 
 
 def test_layers_for_mtp_are_layers():
@@ -152,7 +166,8 @@ def test_shards_of_another_layout_are_refused():
 
 def test_the_trace_shows_every_pass():
     one = job(cp=2, pp=2, vpp=2, dp=2)
-    step = simulate_step(one, [shards_of(one, [[6144, 2048], [8192], [2048] * 4, [8192]])] * 2)
+    longer, shorter = [[2048, 6144], [8192], [2048] * 4, [8192]], [[512]] * 4
+    step = simulate_step(one, [shards_of(one, each) for each in (longer, shorter)])
     events = trace_of(step)["traceEvents"]
     names = [(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M"]
     assert names.count(("thread_name", "stage 0")) == 2

@@ -23,6 +23,7 @@ from tests.adapter.training import (
     PP2,
     QUERY_LATENT,
     SELECTIVE,
+    SHARED,
     SINKS,
     TP2,
     VPP2,
@@ -64,7 +65,6 @@ YARN = (
     "--yarn-beta-fast 32 --yarn-beta-slow 1 --mscale 1 --mscale-all-dim 0"
 )
 ROPE_SCALING = "--use-rope-scaling --rope-scaling-factor 4"
-SHARED = "--moe-shared-expert-intermediate-size 64"
 LATENT_YARN = "--rope-type yarn --rotary-scaling-factor 4 --mscale-all-dim 1"
 V2_LITE = f"{LATENT} {LATENT_YARN} {MOE} {SHARED} --moe-layer-freq ([0]+[1]*3)"
 UNTIE = "--untie-embeddings-and-output-weights"

@@ -12,13 +12,26 @@ from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
 from megatron_wlb.adapter.sources.eod import SAMPLED
 from tests.adapter.datasets import EOD, VOCABULARY, write_dataset, write_index, write_lengths
-from tests.adapter.training import ADAM, CP2, MOE, MTP, PP2, TP2, VPP2, each_version, full, relative_error, train
+from tests.adapter.training import (
+    ADAM,
+    CP2,
+    EXPERT_BIAS,
+    MOE,
+    MTP,
+    PP2,
+    TP2,
+    VPP2,
+    each_version,
+    full,
+    named,
+    relative_error,
+    train,
+)
 
 LOSS, NORM, PARAMETERS = 1e-6, 1e-5, 1e-5
 GENTLE = "--num-layers 2 --lr 0.05"
 """At which rounding does not grow in a hundred steps."""
 EOD_MASK = "--eod-mask-loss"
-EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 EVALUATE = "--eval-iters 1 --eval-interval 1"
 
 
@@ -94,11 +107,7 @@ EXCLUDED = {
 """Flags of MODEL that do not go with others."""
 
 
-@pytest.mark.parametrize(
-    ("size", "layout", "flags"),
-    [pytest.param(*getattr(case, "values", case), marks=getattr(case, "marks", ()), id=name)
-     for name, case in CASES.items()],
-)  # fmt: skip
+@pytest.mark.parametrize(("size", "layout", "flags"), named(CASES))
 def test_data_and_weights(size, layout, flags, dataset, upstream):
     without = " ".join(name for other, name in EXCLUDED.items() if other in flags)
     common = f"{GENTLE} {flags}"

@@ -21,8 +21,9 @@ from megatron.training import print_rank_0
 from megatron.training.datasets.sft_dataset import SFTDataset
 
 from megatron_wlb.adapter.sources.source import DatasetTokens, paths
-from megatron_wlb.files import INPUTS, printable
+from megatron_wlb.files import INPUTS
 from megatron_wlb.plan.samples import DatasetSamples, Rows
+from megatron_wlb.settings import printable
 
 VERSION = 2
 ROLES = ("system", "user", "assistant", "tool")

@@ -33,7 +33,7 @@ class PiecesByEod:
         return len(self._windows)
 
     def documents(self, samples: np.ndarray) -> np.ndarray:
-        """See `Part`. A piece may go over documents, as the stream does."""
+        """See `DatasetSamples`. A piece may go over documents, as the stream does."""
         rows, size = self._windows.documents(samples), self._windows.context_length
         found = [np.empty(0, DOCUMENT)]
         for of_sample in np.split(rows, np.searchsorted(rows["index"], size * np.arange(1, len(samples)))):

@@ -22,8 +22,6 @@ from megatron_wlb.cli.common import console, integer, stages, write_json, writer
 from megatron_wlb.cli.job import add_job_flags, run_of
 from megatron_wlb.simulate.step import trace_of
 
-WIDTH = 100
-"""Columns if no terminal tells its width."""
 USAGE = "[LOG] [-q] [--html FILE] [--json FILE] [--trace FILE] [FLAGS] [-- COMMAND]"
 
 
@@ -47,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Analyse, print and write. Raises ValueError before anything is written."""
     import jinja2  # noqa: F401  # an extra, missed now rather than after the work
 
-    terminal = console(args.json, args.html, args.trace, width=None if sys.stdout.isatty() else WIDTH)
-    if (args.html, args.json, args.trace).count("-") > 1:
-        raise ValueError("two outputs would be mixed on standard output; name a file for one")
+    terminal = console(args.json, args.html, args.trace, width=100)
     if args.html is not None:
         from megatron_wlb.cli.analyze import page  # so are its packages
     with stages(args.json) as begin:

@@ -114,7 +114,7 @@ def verdict(report: Report) -> tuple[str, str]:
         return "Do not use it", "loss"
     if percent(report.schemes.thd, *TIME_SHARES["waiting"]) < NOTHING:
         return "Nothing to balance", "close"
-    if gain(report) >= CLEAR and _least_and_most(report, thd=True)[0] > 1:
+    if gain(report) >= CLEAR and _least_and_most(report)[0] > 1:
         return "Use it", "gain"
     return "No clear gain", "close"
 
@@ -172,7 +172,7 @@ def _sources(report: Report) -> str:
 
 def _doubts(report: Report) -> str:
     """Return by how much the number could be wrong: kernels, network, published steps like the run's."""
-    least, most = (f"{each:.2f}" for each in _least_and_most(report, (KERNELS_OF, ATTENTION_TAKES), thd=True))
+    least, most = (f"{each:.2f}" for each in _least_and_most(report, (KERNELS_OF, ATTENTION_TAKES)))
     kernels = least if least == most else f"{least} to {most}"
     (of_network,) = (each.thd for each in report.readings if each.what == HALF_THE_NETWORK)
     kind, count, median, p90, least_time, most_time, flags = report.published
@@ -216,11 +216,11 @@ def _tokens(report: Report) -> str:
     return "Both train the same tokens every step."
 
 
-def _least_and_most(report: Report, what: str | tuple[str, ...] = "", *, thd: bool) -> tuple[float, float]:
-    """Return the range of --wlb's speed-up over a scheme under all assumptions, or those that begin with `what`."""
-    base = report.schemes.thd if thd else report.schemes.plain
-    others = [each.thd if thd else each.plain for each in report.readings if each.what.startswith(what)]
-    found = [base.us_per_token / report.schemes.ours.us_per_token, *others]
+def _least_and_most(report: Report, what: str | tuple[str, ...] = "") -> tuple[float, float]:
+    """Return the range of --wlb's speed-up over Megatron with intra-document attention, under all assumptions or those
+    that begin with `what`."""
+    others = [each.thd for each in report.readings if each.what.startswith(what)]
+    found = [report.schemes.thd.us_per_token / report.schemes.ours.us_per_token, *others]
     return min(found), max(found)
 
 

@@ -12,14 +12,12 @@ exit status is 1 if no turn of a side is left. The report has no paths and no na
 """
 
 import argparse
-import sys
 
 from megatron_wlb.cli import common
 from megatron_wlb.cli.common import integer, write_json, writer
 from megatron_wlb.cli.trial import command, report, turns
 
 USAGE = "[--steps N] [--turns K] [--out FOLDER] [--html FILE] [--json FILE] [--with-paths] [FLAGS] -- COMMAND"
-WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Check, run all turns, report. Raises ValueError before anything is started."""
     import jinja2  # noqa: F401  # an extra, missed now rather than after the work
 
-    terminal = common.console(args.json, args.html, width=None if sys.stdout.isatty() else WIDTH, markup=False)
-    if (args.html, args.json).count("-") > 1:
-        raise ValueError("two outputs would be mixed on standard output; name a file for one")
+    terminal = common.console(args.json, args.html, width=120)
     if args.html is not None:
         from megatron_wlb.cli.trial import page  # so are its packages
     plan = command.checked(args)
@@ -56,10 +52,6 @@ def run(args: argparse.Namespace) -> int:
         write_json(file, found.entries)
         if html is not None:
             html.write(page.page(found))
-    terminal.print(found.words[0], style="bold", soft_wrap=True)
-    for rows in found.tables:
-        terminal.print(common.table(rows[0], rows[1:]))
-    for sentence in found.words[1:]:
-        terminal.print(f"- {sentence}", soft_wrap=True)
+    common.show(terminal, found.words, found.tables)
     terminal.print(f"With --wlb: {found.command}", soft_wrap=True)
     return found.status

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +73,8 @@ def checked(args: argparse.Namespace) -> Plan:
             f"{short(start[0])} is no program here; give the command from its program on, and set variables before"
         )
     run = run_of(args)
-    for why in _refused(run):
+    given = {"attention_dropout": 0} | run.launched.stated | asdict(run.arguments)
+    for why in refusals(Namespace(**given)):
         raise ValueError(f"training with --wlb refuses this run: {why}")
     job = run.job()
     data_of(run.arguments, run.notes, run.run_settings)
@@ -131,10 +132,6 @@ def _grouped(flags: Sequence[str]) -> list[list[str]]:
         groups += [[]] if word.startswith("--") else []
         groups[-1].append(word)
     return groups
-
-
-def _refused(run: Run) -> Iterator[str]:
-    yield from refusals(Namespace(**{"attention_dropout": 0} | run.launched.stated | asdict(run.arguments)))
 
 
 def _first(stated: dict[str, Any]) -> int:

@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb import __version__, files
+from megatron_wlb import __version__
 from megatron_wlb.cli import compare, run_log
 from megatron_wlb.cli.analyze.report import OTHER_SIMULATED, Steps, measure, steps_of
 from megatron_wlb.cli.analyze.setup import Setup
+from megatron_wlb.cli.common import Rows
 from megatron_wlb.cli.job import run_of
 from megatron_wlb.cli.launch import text_of
 from megatron_wlb.cli.trial.command import Plan, hidden, shown
 from megatron_wlb.cli.trial.turns import SIDES, Turn
 from megatron_wlb.hardware.profile import gpu_of
+from megatron_wlb.settings import printable
 
 FORMAT = "megatron-wlb-trial"
 VERSION = 1
 CHANGES = tuple(f"> wlb{words}" for words in (" is on: ", ": differs: ", ": sets ", ": without "))
 """Beginnings of a run's lines that name the changes of --wlb."""
-
-Rows = list[tuple[str, ...]]
 
 
 class Report(NamedTuple):
@@ -49,6 +49,18 @@ class _Pair(NamedTuple):
     ratio: float
     error: float
     loss_difference: float | None
+
+
+class _Speed(NamedTuple):
+    """Tokens per second with --wlb over those without it."""
+
+    ratio: float
+    error: float
+    """The larger of the standard errors below."""
+    error_by_turns: float | None
+    """Over pairs; None of one pair."""
+    error_within_turns: float
+    """Within pairs."""
 
 
 def reported(args: argparse.Namespace, plan: Plan, ran: Sequence[Turn]) -> Report:
@@ -78,17 +90,20 @@ def reported(args: argparse.Namespace, plan: Plan, ran: Sequence[Turn]) -> Repor
     }
     tables: list[Rows] = []
     if pairs:
-        tone, verdict = _verdict(plan, pairs, device, entries)
-        tables.append(_table(sides, pairs, entries))
+        speed = _speed(pairs)
+        entries |= speed._asdict()
+        where = f"{entries['gpus']} x {device or 'an unknown device'}"
+        tone, verdict = _verdict(plan, speed, len(pairs), where)
+        tables.append(_table(sides, pairs, speed))
         fewer = _fewer(sides[0][-1], last, entries)
         said = [_digests(sides, entries), _losses(sides[0], pairs, entries), *fewer, *said]
         with _told(said, "No speed-up is predicted"):
             ratio = entries["predicted_ratio"] = predicted_ratio(args, device)
             said.append(f"Predicted for {args.gpu or 'the profile'} by megatron-wlb analyze: {ratio:.3f} times.")
         with _told(said, "Times of steps are not compared with predictions"):
-            rows, (error, of, *_), entries["times"] = compare.predicted(str(plan.log), plan.skip)
+            rows, words, entries["times"] = compare.predicted(str(plan.log), plan.skip)
             tables.append([("with --wlb", *rows[0][1:]), *rows[1:]])
-            said.append(f"{error} {of}")
+            said.append(" ".join(words))
     else:
         none = " and ".join(f"{SIDES[side]} --wlb" for side in (0, 1) if not sides[side])
         tone, verdict = "loss", f"Nothing to compare: no turn {none or 'of both sides'} is left."
@@ -96,7 +111,7 @@ def reported(args: argparse.Namespace, plan: Plan, ran: Sequence[Turn]) -> Repor
     words, command = plan.words[1], " ".join(plan.words[1])
     if not args.with_paths:
         said, command = [hidden(each, words) for each in said], shown(words)
-    said = [*map(files.printable, (verdict, *said))]
+    said = [*map(printable, (verdict, *said))]
     return Report(tone, said, tables, command, entries | {"words": said, "command": command}, int(not pairs))
 
 
@@ -111,7 +126,7 @@ def _told(said: list[str], what: str) -> Iterator[None]:
 
 def _compared(one: Turn, other: Turn) -> dict[str, Any]:
     assert one.run is not None and other.run is not None
-    return compare.compared(one.run, other.run)[2]
+    return compare.compared(one.run, other.run).numbers
 
 
 def _rates(turns: Sequence[Turn]) -> tuple[list[float], list[float]]:
@@ -130,37 +145,38 @@ def _entry(turn: Turn) -> dict[str, Any]:
     return numbers | rates | {"peak_gib": turn.peak_gib, "steps": steps}
 
 
-def _verdict(plan: Plan, pairs: Sequence[_Pair], device: str, entries: dict[str, Any]) -> tuple[str, str]:
-    """Return the tone and the verdict; the error is the larger of that over pairs and that within them."""
+def _speed(pairs: Sequence[_Pair]) -> _Speed:
     ratios = np.array([each.ratio for each in pairs])
     within = math.hypot(*(each.error for each in pairs)) / len(pairs)
     by_turns = float(np.std(ratios, ddof=1)) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
-    value, error = float(ratios.mean()), max(within, by_turns or 0.0)
-    entries |= {"ratio": value, "error": error, "error_by_turns": by_turns, "error_within_turns": within}
-    certain = abs(value - 1) > max(2 * error, 1e-9)
-    first = f"--wlb is {'faster' if value > 1 else 'slower'}" if certain else "Within noise"
+    return _Speed(float(ratios.mean()), max(within, by_turns or 0.0), by_turns, within)
+
+
+def _verdict(plan: Plan, speed: _Speed, pairs: int, where: str) -> tuple[str, str]:
+    """Return the tone and the verdict."""
+    certain = abs(speed.ratio - 1) > max(2 * speed.error, 1e-9)
+    first = f"--wlb is {'faster' if speed.ratio > 1 else 'slower'}" if certain else "Within noise"
     data = " on mock data" if plan.mock else ""
-    where = f"{entries['gpus']} x {device or 'an unknown device'}"
-    return ("gain" if value > 1 else "loss") if certain else "close", (
-        f"{first}: {value:.3f} \N{PLUS-MINUS SIGN} {error:.3f} times as many tokens per second as without it, "
-        f"measured{data} in {len(pairs)} pair{'s' * (len(pairs) > 1)} of turns ({where})."
+    return ("gain" if speed.ratio > 1 else "loss") if certain else "close", (
+        f"{first}: {speed.ratio:.3f} \N{PLUS-MINUS SIGN} {speed.error:.3f} times as many tokens per second as without "
+        f"it, measured{data} in {pairs} pair{'s' * (pairs > 1)} of turns ({where})."
     )
 
 
-def _table(sides: Sequence[Sequence[Turn]], pairs: Sequence[_Pair], entries: dict[str, Any]) -> Rows:
+def _table(sides: Sequence[Sequence[Turn]], pairs: Sequence[_Pair], speed: _Speed) -> Rows:
     """Return means of both sides and their turns."""
     rates, times = zip(*map(_rates, sides), strict=True)
     peaks = [max((turn.peak_gib or 0.0 for turn in turns), default=0.0) for turns in sides]
     rows: Rows = [("", "without --wlb", "with --wlb", "ratio")]
     means = (f"{np.mean(each):,.1f}" for each in rates)
-    rows.append(("tokens per second and GPU", *means, f"{entries['ratio']:.3f}"))
+    rows.append(("tokens per second and GPU", *means, f"{speed.ratio:.3f}"))
     for each in pairs:
         of_turns = (f"{_rates([turn])[0][0]:,.1f}" for turn in each.turns)
         numbers = " and ".join(str(turn.number) for turn in each.turns)
         rows.append((f"  turns {numbers}", *of_turns, f"{each.ratio:.3f} \N{PLUS-MINUS SIGN} {each.error:.3f}"))
-    by_turns = entries["error_by_turns"]
+    by_turns = speed.error_by_turns
     rows.append(("  standard error over pairs", "", "", "-" if by_turns is None else f"{by_turns:.3f}"))
-    rows.append(("  standard error within pairs", "", "", f"{entries['error_within_turns']:.3f}"))
+    rows.append(("  standard error within pairs", "", "", f"{speed.error_within_turns:.3f}"))
     rows.append(("time of a step, ms", *(f"{np.mean(each):,.1f}" for each in times), ""))
     if all(peaks):
         rows.append(("most memory of a rank, GiB", *(f"{peak:.2f}" for peak in peaks), f"{peaks[1] / peaks[0]:.3f}"))

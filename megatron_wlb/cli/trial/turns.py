@@ -15,7 +15,7 @@ from megatron_wlb import files
 from megatron_wlb.cli import run_log
 from megatron_wlb.cli.launch import text_of
 from megatron_wlb.cli.trial.command import Plan
-from megatron_wlb.settings import short
+from megatron_wlb.settings import printable, short
 
 SIDES = ("without", "with")
 PATIENCE = 90.0
@@ -126,7 +126,7 @@ def error_of(text: str) -> str:
 
     The other ranks and the launcher fail after it. Errors of a launcher count less, and the last line least.
     """
-    lines = [files.printable(line).strip() for line in text.splitlines() if line.strip()]
+    lines = [printable(line).strip() for line in text.splitlines() if line.strip()]
     raised = [line for line in lines if _RAISED.match(line)]
     errors = [line for line in lines if _ERROR.search(line)]
     of_run = [line for line in errors if not _OF_LAUNCHER.match(line)]
