@@ -25,7 +25,7 @@ from tests.limits import files_up_to
 
 def test_a_log_that_would_replace_the_data_is_found_before_the_first_step(dataset):
     with pytest.raises(RuntimeError, match=r"--wlb-log .*corpus.bin is a file that the run reads; name anoth"):
-        train(1, dataset, "--wlb-log", f"{dataset}.bin")
+        train(2, dataset, flags_of_rank={1: ["--wlb-log", f"{dataset}.bin"]})  # the last rank writes it
 
 
 def test_more_datasets_than_files_may_be_open_are_told_with_the_limit(dataset, tmp_path, monkeypatch):
