@@ -387,6 +387,21 @@ def test_what_runs_differ_in_is_named(tmp_path, capsys):
     assert compared(tmp_path, tmp_path / "a", with_wlb)["differ"] == {}
 
 
+def test_what_wlb_sets_and_a_vocabulary_unpadded_in_one_log_are_no_difference():
+    """Between two runs with or without --wlb, what it sets is one."""
+    base, ran = {"padded_vocab_size": None, "calculate_per_token_loss": False}, {"padded_vocab_size": 8, "wlb": True}
+    ran["calculate_per_token_loss"] = True
+    assert run_log.differences(base, ran) == {}
+    base["padded_vocab_size"], base["wlb"] = 16, True
+    expected = {"padded_vocab_size": ("16", "8"), "calculate_per_token_loss": ("False", "True")}
+    assert run_log.differences(base, ran) == expected
+
+
+def test_a_step_log_that_leaps_ahead_starts_anew(tmp_path):
+    log = write(tmp_path / "a", [entry(number, skipped=False) for number in (1, 2, 3, 7, 8)])
+    assert run_log.read(str(log), 1).steps[:, 0].tolist() == [2, 3, 8]
+
+
 def test_what_is_left_out_is_said(tmp_path, capsys):
     base = text_log(tmp_path / "a", SLOW)
     compared(

@@ -74,6 +74,32 @@ def test_a_blend_has_weights_where_words_come_in_pairs_with_numbers(words, prefi
     assert data._blend(words.split()) == (prefixes, weights)
 
 
+def test_weights_that_no_sum_can_have_are_refused():
+    with pytest.raises(ValueError, match="--data-path inf a 1 b: weights must be positive and finite"):
+        data._blend("inf a 1 b".split())
+
+
+def test_blends_are_as_long_as_their_datasets_or_as_their_shares_rounded_up():
+    """Of 400 and 100 windows by size at most all; of 1,000 by weight a third of nearly all, rounded up."""
+    lengths = [np.full(400, 32), np.full(100, 32)]
+    by_size = data.Data(lengths=lengths, prefixes=["a", "b"], has_validation=True)
+    assert [np.bincount(by_size.samples(1, 32, n).blend[0]).tolist() for n in (50, 9999)] == [[40, 10], [399, 99]]
+    even = data.Data(lengths=lengths * 2, prefixes=[*"abcd"], weights=[1, 1, 1, 0.01], has_validation=True)
+    found = even.samples(1, 32, 1000)
+    assert len(found.blend[0]) == 3 * 333 + 4
+
+
+@pytest.mark.parametrize(("split", "validates"), [("1,0,1", False), ("1,1,0", True), ("1", False)])
+def test_a_split_without_second_share_validates_nothing(split, validates, prefixes):
+    found = data.data_of(MegatronArguments(data_path=(prefixes[0],), split=split), [], RunSettings())
+    assert found.has_validation == validates
+
+
+def test_mock_data_train_a_third_of_their_documents():
+    found = data.data_of(MegatronArguments(mock_data=True), [], RunSettings())
+    assert len(found.lengths[0]) == 33_333 and found.has_validation
+
+
 def test_rows_of_conversations_are_split_as_documents_are(monkeypatch):
     """Four rows of 2, 1, 4 and 5 conversations."""
     read = np.arange(1, 13), np.array([0, 2, 3, 7, 12])

@@ -52,3 +52,25 @@ def test_an_error_of_the_system_names_file_and_remedy(capsys, monkeypatch):
     monkeypatch.setattr(compare, "run", run)
     said = refusal(capsys, "compare", "run.jsonl")
     assert said == "/no/where: No such file or directory; check the name, rights and space"
+
+
+def test_long_words_and_lines_of_an_error_are_cut():
+    said = main.refusal("a", f"{'w' * 201} {'v' * 200} {'x ' * 500}")
+    assert said == f"a: error: {'w' * 200}... {'v' * 200} {'x ' * 500}"[: 10 + 1000] + "...\n"
+
+
+def test_a_module_that_no_extra_installs_is_a_fault_of_ours():
+    def run(name):
+        raise ModuleNotFoundError(name=name)
+
+    assert main.in_one_line("a", lambda: run("rich")) == 2
+    with pytest.raises(ModuleNotFoundError):
+        main.in_one_line("a", lambda: run("nowhere"))
+
+
+def test_a_flag_with_its_value_behind_an_equals_sign_is_of_the_command():
+    parser = main.Parser()
+    parser.add_argument("--json")
+    words = "x --json=a b --bf16 --seq-length 8 --json c -- run --json".split()
+    own, flags = ["x", "--json=a", "b", "--json", "c"], ["--bf16", "--seq-length", "8"]
+    assert parser.divide(words) == (own, flags, ["run", "--json"])
