@@ -214,8 +214,7 @@ def test_what_assumptions_and_attention_across_documents_change_is_said(data):
     assert (thd.typical(), ours.typical()) == (0, 1)
     assert given._replace(schemes=Schemes(ours, thd, ours)).example(ours) == "c"  # the same step of all
     given = given._replace(schemes=Schemes(*base), readings=told)
-    assert _least_and_most(given, thd=True) == (0.9, 1.3) and _least_and_most(given, thd=False) == (1.1, 1.9)
-    assert _least_and_most(given, "kernels", thd=True) == (0.9, 1.2)
+    assert _least_and_most(given) == (0.9, 1.3) and _least_and_most(given, "kernels") == (0.9, 1.2)
     (over,) = _across(given)
     assert "Over the run as it is, whose attention crosses documents: 1.50 times." in over and "brings 1.25." in over
     for us, better in ((0.97, True), (0.99, False)):

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from megatron_wlb import files
 from megatron_wlb.cli import common, compare, main
 from tests.cli.commands import refusal
 
@@ -14,7 +15,7 @@ def test_an_output_replaces_neither_an_input_nor_another_output(tmp_path, capsys
     log.write_text("a log")
 
     def run(args):
-        compare.files.read(args.logs[0], 99, "")
+        files.read(args.logs[0], 99, "")
         with common.writer(args.json, "--json"), common.writer(str(tmp_path / "b"), "--html"):
             raise AssertionError("both are open")
 
