@@ -214,6 +214,12 @@ def test_predictions_are_those_of_the_run(tmp_path, capsys):
     assert re.search(r"^exchange, % of a step +- +10\.0$", said, re.M)
 
 
+def test_predictions_leave_out_the_first_steps_of_every_start(tmp_path, capsys):
+    told = {"predicted_ms": 800, "device": DEVICE}
+    log = write(tmp_path / "run.jsonl", [entry(number, **told) for number in (*range(1, 41), *range(31, 61))])
+    assert [number for number, *_ in compared(tmp_path, log)["steps"]] == [*range(11, 41), *range(41, 61)]
+
+
 def test_a_profile_of_another_device_is_refused(tmp_path, capsys):
     profile = JOB["profile"] | {"name": "h100-cudnn", "device": "NVIDIA H100"}
     of_job = JOB | {"profile": profile}

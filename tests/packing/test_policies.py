@@ -181,6 +181,15 @@ def test_documents_wait_from_half_a_window_on_by_default():
     assert waiting(PaperPacking().policy(job(context_length=2))).keys() == {"queue0", "remained"}
 
 
+def test_documents_that_waited_are_trained_by_other_thresholds():
+    """A queue per new threshold; what is below all of them goes next."""
+    policy = PaperPacking(outlier_thresholds=(20, 40)).policy(job(num_micro_batches=3))
+    pack(policy, documents([25, 35, 45, 55]))
+    other = PaperPacking(outlier_thresholds=(30, 50, 60)).policy(job(num_micro_batches=3))
+    other.load_waiting(policy.waiting())
+    assert waiting(other) == {"queue0": [1, 2], "queue1": [3], "queue2": [], "remained": [0]}
+
+
 def test_fixed_spreads_the_last_documents():
     policy = fixed(global_batches=4)
     assert packed(pack(policy, documents([9, 4, 4, 4]), exhausted=True)) == [[0], [1]]

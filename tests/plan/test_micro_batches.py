@@ -158,6 +158,14 @@ def test_times_per_work_are_of_all_ranks():
     assert time_per_work(few, few, DATA, 0) == pytest.approx(4 * time_per_work(many, few, DATA, 0))
 
 
+def test_work_is_counted_by_the_unit():
+    """It is linear in the crossover length."""
+    given = job(context_length=WINDOW, global_batch_size=8, num_micro_batches=8, packing=AdaptivePacking())
+    units = [replace(given, crossover_tokens=1000 * n) for n in (1, 2, 5)]
+    one, two, five = (1 / time_per_work(given, unit, DATA, 0) for unit in units)
+    assert five - two == pytest.approx(3 * (two - one)) and two > one
+
+
 @pytest.mark.parametrize(
     ("times", "budget", "best"),
     [

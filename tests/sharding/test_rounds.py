@@ -142,6 +142,14 @@ def time_of(model, cp, window, together):
 usual = functools.cache(time_of)
 
 
+def test_what_is_added_up_has_the_size_of_a_value():
+    """A latent head of DeepSeek-V3 has 192 values of a key, and 128 of a value."""
+    given = job(model=MODELS["deepseek-v3"], cp=2, profile=load_profile("h100-fa2"))
+    costs = round_costs(given)
+    rate = given.profile.memory_gb_per_s * 1e3
+    assert costs.merge == pytest.approx(3 * 2 * 128 * costs.forward.tile_rows / rate)
+
+
 @pytest.mark.parametrize(("name", "other"), [(name, other) for name, others in TRIED.items() for other in others])
 def test_everything_that_is_tried_pays(name, other, monkeypatch):
     """Otherwise attention of one of these jobs is slower by 0.5 % at least."""

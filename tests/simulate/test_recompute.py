@@ -189,8 +189,11 @@ def test_ways_are_those_that_megatron_has_the_fastest_first():
     overlapped = ways(replace(given, overlaps_experts=True))
     assert {way.granularity for way in overlapped} == {None, "selective"}
     assert "moe" not in set().union(*(way.modules for way in overlapped))
-    delayed = set().union(*(way.modules for way in ways(replace(given, precision="delayed"))))
-    assert not {"layernorm", "moe_act"} & delayed and "mla_up_proj" in delayed
+    for overlaps, refused in ((False, {"layernorm", "moe_act"}), (True, {"layernorm", "moe_act", "moe"})):
+        changed = replace(given, precision="delayed", overlaps_experts=overlaps)
+        delayed = set().union(*(way.modules for way in ways(changed)))
+        assert delayed & {"layernorm", "moe_act", "moe"} == {"layernorm", "moe_act", "moe"} - refused
+        assert "mla_up_proj" in delayed
     assert ways(replace(given, offloaded_layers=1)) == [Recompute()]
     # A layer of each stage is faster than all MLPs; one of six layers may run up to six again.
     split = Split(decoder_first_pipeline_num_layers=2)
