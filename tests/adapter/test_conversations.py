@@ -349,3 +349,18 @@ def test_analyze_says_what_it_would_bring_and_what_upstream_pads(tmp_path, token
     padding = 1 - np.mean(np.minimum(rows, 256)) / 256
     assert f"each of the 30 lines of {path}: {padding:.1%} of their tokens are padding" in " ".join(printed.err.split())
     assert main(["analyze", *flags, "--json", path]) == 2 and "an input of this command" in capsys.readouterr().err
+
+
+def test_cached_tokens_are_those_of_the_same_tokenizer():
+    """Of a fast one all of it: merges and normalizers, not only the vocabulary."""
+
+    def identity(vocabulary=(("a", 1),), whole=None, form="chat", config="config"):
+        inner = Namespace(get_vocab=lambda: dict(vocabulary))
+        if whole is not None:
+            inner.backend_tokenizer = Namespace(to_str=lambda: whole)
+        tokenizer = Namespace(_tokenizer=inner, _prompt_format=form, _prompt_config=config)
+        return conversations._identity(tokenizer)
+
+    assert identity(vocabulary=(("a", 1), ("b", 2))) == identity(vocabulary=(("b", 2), ("a", 1)))
+    changes = {}, {"vocabulary": (("a", 2),)}, {"form": "other"}, {"config": "other"}, {"whole": "x"}, {"whole": "y"}
+    assert len({identity(**each) for each in changes}) == len(changes)
