@@ -126,7 +126,7 @@ class Parallel:
         return (outer * self.cp + cp) * self.tp + tp
 
     def place(self, rank: int) -> Place:
-        """Return where a rank is: its place, of which `rank` makes the number."""
+        """Return where a rank is among all, by its number; the inverse of `rank`."""
         outer, inner = divmod(rank, self.tp * self.cp)
         last, first = divmod(outer, self.pp if self.stages_before_dp else self.dp)
         stage, dp = (first, last) if self.stages_before_dp else (last, first)

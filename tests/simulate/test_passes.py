@@ -390,13 +390,9 @@ def test_models_have_the_parameters_of_their_name():
     billions = {name: (m.num_layers * m.layer_weights + 2 * m.vocabulary_weights) / 1e9 for name, m in MODELS.items()}
     expected = {"550m": 0.55, "llama2-7b": 6.74, "llama3-8b": 8.03, "30b": 30, "codellama-34b": 33.74}
     expected |= {"llama2-70b": 68.98, "llama3-405b": 405.8}
-    # With experts that a token goes to, in every layer.
+    # With experts that a token goes to.
     expected |= {"deepseek-v2-lite": 2.7, "deepseek-v3": 38.2, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2}
     assert billions == pytest.approx(expected, rel=0.02)
-    held = {n: sum(m.held_weights_of("*")) * m.num_layers + 2 * m.vocabulary_weights for n, m in MODELS.items()}
-    assert held["qwen3-30b-a3b"] == pytest.approx(30.5e9, rel=0.02)
-    assert held["qwen3-235b-a22b"] == pytest.approx(235e9, rel=0.02)
-    assert held["llama2-7b"] == billions["llama2-7b"] * 1e9
 
 
 @pytest.mark.parametrize(("exchange", "times"), [("latents", 0), ("all", 1)])
